@@ -1,0 +1,1 @@
+"""conformance: the acceptance gate for state-dict adapters and checkpoint managers."""

@@ -1,0 +1,1 @@
+"""torchtitan_ckpt: checkpoints for torchtitan and torchtitan-npu."""

@@ -1,0 +1,1 @@
+"""What a training job is made of, as flat state dicts."""
