@@ -94,6 +94,12 @@ class SaveError(CheckpointError):
     exit_code = 3
 
 
+class DeviceError(CheckpointError, RuntimeError):
+    """The accelerator that was asked for cannot be used, or a call into it failed."""
+
+    exit_code = 2
+
+
 class RankError(CheckpointError):
     """Ranks disagree, or another rank failed; every rank raises this."""
 
