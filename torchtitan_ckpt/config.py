@@ -209,7 +209,7 @@ def _values(config: CheckpointConfig) -> Iterator[Problem]:
             1,
             "0 (keep all), or 2 and more",
             "--checkpoint.keep_latest_k 2",
-            cause="while the next checkpoint is being written the only other one must not be removed",
+            cause="while the next one is being written, the only other one must not be removed",
         )
     for name, known in (
         ("export_dtype", EXPORT_DTYPES),
