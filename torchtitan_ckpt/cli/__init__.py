@@ -1,5 +1,129 @@
-"""The command line: one small file a verb."""
+"""The command line `torchtitan-ckpt <verb>`: finds the verb, parses, turns errors into words.
+
+Each verb is one module beside this one with a dataclass `Args` (its options) and `run(args) -> int`
+(its exit code); a verb with a grammar of its own offers `parse(argv)` instead of `Args`. Nothing
+here imports torch, so that `--help` is quick.
+
+Exit codes: 0 clean, 1 findings, 2 usage, 3 input unreadable or refused, 4 internal error,
+5 nothing was checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from torchtitan_ckpt.errors import CheckpointError, nearest
+
+PROG = "torchtitan-ckpt"
+VERBS = {
+    "check": "Check an adapter or a manager against the contract.",
+    "checks": "List the checks of the contract.",
+    "convert": "Convert between DCP, Hugging Face safetensors and .pt.",
+    "diff": "Compare two checkpoints of any formats.",
+    "explain": "Say what a job would load, and why.",
+    "inspect": "Show what a checkpoint holds.",
+    "map": "Show what a key corresponds to, and through which operations.",
+    "plan": "Say which rank writes and reads which bytes, without the hardware.",
+    "verify": "Check a checkpoint for damage and for completeness.",
+}
 
 
-def main() -> int:
-    raise SystemExit("not built yet")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = _take(args, "--debug")
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"{PROG} {version('torchtitan-ckpt')}")
+        return 0
+    verb, rest = args[0], args[1:]
+    if verb not in VERBS:
+        guess = nearest(verb, VERBS)
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        print(f"{PROG}: no verb {verb!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return _run(verb, rest)
+    except CheckpointError as error:
+        if debug:
+            traceback.print_exc()
+        _report(error, as_json="--json" in rest)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of stdout is gone; Python would complain again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"{PROG} {verb}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(
+            f"[internal] {PROG} {verb} failed: {type(error).__name__}: {error}\n"
+            "  cause    a fault in torchtitan-ckpt\n"
+            "  fix      run it again with --debug and report what it prints",
+            file=sys.stderr,
+        )
+        return 4
+
+
+def usage() -> str:
+    """The text of `--help`."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
+    return (
+        f"usage: {PROG} <verb> [options]\n\n"
+        "Checkpoints of torchtitan and torchtitan-npu: explain, inspect, verify, compare,\n"
+        f"convert, plan, and check adapters against a contract.\n\nverbs\n{verbs}\n\n"
+        f"`{PROG} <verb> --help` lists a verb's options. Every verb takes --json (for machines)\n"
+        "and --debug (tracebacks).\n\n"
+        "exit codes: 0 clean, 1 findings, 2 usage, 3 input unreadable or refused, 4 internal "
+        "error,\n5 nothing was checked"
+    )
+
+
+def _take(args: list[str], flag: str) -> bool:
+    found = flag in args
+    while flag in args:
+        args.remove(flag)
+    return found
+
+
+def _run(verb: str, rest: list[str]) -> int:
+    module = importlib.import_module(f"torchtitan_ckpt.cli.{verb}")
+    return int(module.run(_parse(module, verb, rest)))
+
+
+def _parse(module: ModuleType, verb: str, rest: list[str]) -> Any:
+    if hasattr(module, "parse"):
+        return module.parse(rest)
+    import tyro
+
+    return tyro.cli(
+        module.Args,
+        args=rest,
+        prog=f"{PROG} {verb}",
+        description=VERBS[verb],
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _report(error: CheckpointError, *, as_json: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        problems = [asdict(problem) for problem in error.problems]
+        print(json.dumps({"error": type(error).__name__, "problems": problems}, indent=1))
+    print(error, file=sys.stderr)

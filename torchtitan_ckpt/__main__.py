@@ -1,0 +1,7 @@
+"""`python -m torchtitan_ckpt` is the command line."""
+
+import sys
+
+from torchtitan_ckpt.cli import main
+
+sys.exit(main())

@@ -1,0 +1,102 @@
+"""The owner record of an output folder: which process saves into it, so that a second one is told.
+
+The record says host, pid, start time of the process and when it last showed a sign of life. It is
+advice, never a lock: a dead owner blocks nobody, and a live one does not either, because every
+step is published in one move and two writers cannot mix their files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NAME = ".owner.json"
+
+# An owner on another host counts as alive this long after its last sign of life, in seconds.
+FRESH = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process. `start` is in clock ticks since boot, which tells a reused pid apart."""
+
+    host: str
+    pid: int
+    start: int
+    heartbeat: float
+
+
+def myself() -> Owner:
+    """The record of this process, with a fresh heartbeat."""
+    pid = os.getpid()
+    return Owner(socket.gethostname(), pid, _start_of(pid), time.time())
+
+
+def read(folder: Path) -> Owner | None:
+    """The record in a folder; None when there is none, or none that can be read."""
+    try:
+        data = json.loads((folder / NAME).read_text())
+        return Owner(
+            str(data["host"]), int(data["pid"]), int(data["start"]), float(data["heartbeat"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write(folder: Path) -> None:
+    """Put this process's record into a folder, in one move."""
+    temporary = folder / f"{NAME}.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(myself())))
+    os.replace(temporary, folder / NAME)
+
+
+def release(folder: Path) -> None:
+    """Remove the record if it is this process's."""
+    if is_me(read(folder)):
+        (folder / NAME).unlink(missing_ok=True)
+
+
+def is_me(owner: Owner | None) -> bool:
+    """Whether a record is that of this process."""
+    mine = myself()
+    return owner is not None and (owner.host, owner.pid, owner.start) == (
+        mine.host,
+        mine.pid,
+        mine.start,
+    )
+
+
+def is_alive(owner: Owner) -> bool:
+    """Whether the owner still runs: certain on this host, by its heartbeat on another."""
+    if owner.host == socket.gethostname():
+        return process_alive(owner.pid) and _start_of(owner.pid) == owner.start
+    return time.time() - owner.heartbeat < FRESH
+
+
+def process_alive(pid: int) -> bool:
+    """Whether a process of this host exists and is more than a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _stat_field(pid, 0) != "Z"
+
+
+def _start_of(pid: int) -> int:
+    field = _stat_field(pid, 19)
+    return int(field) if field else 0
+
+
+def _stat_field(pid: int, index: int) -> str:
+    """A field of /proc/PID/stat, counted from the state; empty where there is no /proc."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[index]
