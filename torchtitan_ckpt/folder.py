@@ -82,7 +82,7 @@ def begin(folder: Path, step: int) -> Path:
     """Make the folder that step N is written into, marked as ours; returns its path."""
     path = folder / f"{_UNFINISHED}{step}.{secrets.token_hex(4)}"
     path.mkdir(parents=True)
-    mark = {"step": step, "host": socket.gethostname(), "pid": os.getpid()}
+    mark = {"step": step, "host": this_host(), "pid": os.getpid()}
     (path / _OURS).write_text(json.dumps(mark))
     return path
 
@@ -116,6 +116,11 @@ def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
     if sync:
         sync_dir(folder)
     return target
+
+
+def this_host() -> str:
+    """The name under which this host signs what it writes."""
+    return socket.gethostname()
 
 
 def remove(path: Path) -> None:

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Make or refresh the project's own virtual environment; prints the path of its Python.
+#
+#   VENV=.venv      where it lies (a relative path is taken from the root of the checkout)
+#   PYTHON=python3  which Python makes it: 3.11 or newer
+#   EXTRAS=...      extras besides the base; default "dev,hf,titan"; "" for none
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${VENV:-.venv}
+extras=${EXTRAS-dev,hf,titan}
+python=${PYTHON:-python3}
+
+"$python" - <<'PY' || exit 3
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"Python 3.11 or newer is needed; {sys.executable} is {sys.version.split()[0]}. "
+             "Name another one with PYTHON=...")
+PY
+
+# A finished set-up is stamped with what it was made from, so that a second run costs nothing.
+stamp="$venv/.ready"
+want="$(cat pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1) $extras"
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
+    echo "setting up $venv (extras: ${extras:-none})" >&2
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" >&2
+    # Torch first and pinned: a range would let another package choose a build of several GB.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 >&2
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -e ".${extras:+[$extras]}" torch==2.13.0 >&2
+    printf '%s' "$want" >"$stamp"
+fi
+case "$venv" in
+    /*) echo "$venv/bin/python" ;;
+    *) echo "$PWD/$venv/bin/python" ;;
+esac

@@ -1,0 +1,157 @@
+"""Step folders: names, publishing in one move, removal, what a killed process leaves behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchtitan_ckpt import folder, owner
+from torchtitan_ckpt.errors import SaveError
+
+# torchtitan 0.3.0 takes the number of the first match anywhere in a name.
+TORCHTITAN = re.compile(r"step-(\d+)")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("step-0", 0),
+        ("step-10000", 10000),
+        ("step-010", None),
+        ("step-1.tmp", None),
+        ("mystep-5", None),
+        ("step-5 ", None),
+        ("step-", None),
+        ("step--1", None),
+        ("step-٣", None),
+    ],
+)
+def test_only_exact_names_are_steps(name, number):
+    assert folder.step_number(name) == number
+
+
+def test_steps_are_listed_by_number_and_look_alikes_apart(tmp_path):
+    for name in ("step-9", "step-10000", "step-010", "step-1.tmp", "mystep-5", "notes"):
+        (tmp_path / name).mkdir()
+    assert sorted(folder.list_steps(tmp_path)) == [9, 10000]
+    assert folder.look_alikes(tmp_path) == ["mystep-5", "step-010", "step-1.tmp"]
+    assert folder.list_steps(tmp_path / "absent") == {}
+
+
+def finish(path, content):
+    (path / "data").write_text(content)
+    (path / ".metadata").write_text(content)
+
+
+def test_an_unfinished_step_is_invisible_to_torchtitan(tmp_path):
+    path = folder.begin(tmp_path, 20)
+    assert not TORCHTITAN.search(path.name)
+    assert folder.list_steps(tmp_path) == {}
+    finish(path, "new")
+    assert folder.publish(path, tmp_path, 20, sync=True) == tmp_path / "step-20"
+    assert sorted(os.listdir(tmp_path)) == ["step-20"]
+    assert sorted(os.listdir(tmp_path / "step-20")) == [".metadata", "data"]
+
+
+def test_a_step_is_not_published_without_its_marker(tmp_path):
+    path = folder.begin(tmp_path, 20)
+    with pytest.raises(SaveError, match=r"save\.no-marker"):
+        folder.publish(path, tmp_path, 20, sync=False)
+    assert folder.list_steps(tmp_path) == {}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_saving_a_step_again_replaces_it_whole(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(folder.ctypes, "CDLL", lambda *a, **k: object())
+    for content in ("old", "new"):
+        path = folder.begin(tmp_path, 5)
+        finish(path, content)
+        folder.publish(path, tmp_path, 5, sync=False)
+    assert (tmp_path / "step-5" / "data").read_text() == "new"
+    assert os.listdir(tmp_path) == ["step-5"]
+
+
+def test_a_step_is_never_absent_while_it_is_replaced(tmp_path):
+    """Watch the name from another process while it is replaced many times."""
+    path = folder.begin(tmp_path, 5)
+    finish(path, "x")
+    folder.publish(path, tmp_path, 5, sync=False)
+    watch = (
+        "import os, sys\nprint('go', flush=True)\n"
+        "while os.path.exists(sys.argv[2]):\n"
+        "    if not os.path.exists(sys.argv[1]): print('gone', flush=True)\n"
+    )
+    go = tmp_path / "go"
+    go.touch()
+    args = [sys.executable, "-c", watch, str(tmp_path / "step-5" / ".metadata"), str(go)]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "go\n"
+        for n in range(200):
+            path = folder.begin(tmp_path, 5)
+            finish(path, str(n))
+            folder.publish(path, tmp_path, 5, sync=False)
+        go.unlink()
+        assert process.stdout.read() == ""
+
+
+def test_removal_takes_the_name_first(tmp_path, monkeypatch):
+    path = tmp_path / "step-5"
+    path.mkdir()
+    finish(path, "x")
+    monkeypatch.setattr(folder.shutil, "rmtree", lambda p: (_ for _ in ()).throw(OSError("busy")))
+    with pytest.raises(OSError, match="busy"):
+        folder.remove(path)
+    assert folder.list_steps(tmp_path) == {}
+    assert not any(TORCHTITAN.search(name) for name in os.listdir(tmp_path))
+    unfinished, removed = folder.leftovers(tmp_path)
+    assert not unfinished
+    assert len(removed) == 1
+
+
+def test_leftovers_are_ours_by_their_mark_only(tmp_path):
+    ours = folder.begin(tmp_path, 7)
+    (tmp_path / "unfinished.9.theirs").mkdir()
+    (tmp_path / "removed.not-hex!").mkdir()
+    unfinished, removed = folder.leftovers(tmp_path)
+    assert [(u.path, u.step, u.pid) for u in unfinished] == [(ours, 7, os.getpid())]
+    assert removed == []
+
+
+def test_owner_tells_the_living_from_the_dead(tmp_path):
+    assert owner.read(tmp_path) is None
+    owner.write(tmp_path)
+    mine = owner.read(tmp_path)
+    assert owner.is_me(mine)
+    assert owner.is_alive(mine)
+    code = "import sys, pathlib, torchtitan_ckpt.owner as o; o.write(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    dead = owner.read(tmp_path)
+    assert not owner.is_me(dead)
+    assert not owner.is_alive(dead)
+    owner.release(tmp_path)
+    assert owner.read(tmp_path) == dead, "another process's record is not ours to remove"
+
+
+def test_a_reused_pid_is_not_the_owner(tmp_path):
+    owner.write(tmp_path)
+    record = json.loads((tmp_path / owner.NAME).read_text())
+    record["start"] -= 1
+    (tmp_path / owner.NAME).write_text(json.dumps(record))
+    assert not owner.is_alive(owner.read(tmp_path))
+
+
+def test_an_owner_on_another_host_lives_by_its_heartbeat():
+    now = time.time()
+    assert owner.is_alive(owner.Owner("elsewhere", 1, 0, now))
+    assert not owner.is_alive(owner.Owner("elsewhere", 1, 0, now - 2 * owner.FRESH))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}'])
+def test_a_damaged_owner_record_blocks_nobody(tmp_path, text):
+    (tmp_path / owner.NAME).write_text(text)
+    assert owner.read(tmp_path) is None

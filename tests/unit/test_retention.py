@@ -1,0 +1,118 @@
+"""keep_latest_k: what is kept, what is removed, and that nothing stops the thread."""
+
+import os
+import time
+
+import pytest
+
+from torchtitan_ckpt import folder, retention
+
+
+def make(tmp_path, *numbers, marker=".metadata"):
+    for n in numbers:
+        path = tmp_path / f"step-{n}"
+        path.mkdir()
+        (path / marker).touch()
+
+
+def names(paths):
+    return [p.name for p in paths]
+
+
+def surplus(tmp_path, keep, full=lambda p: True, in_use=()):
+    return names(retention.surplus(tmp_path, keep, in_use=in_use, is_full=full))
+
+
+def test_zero_keeps_all(tmp_path):
+    make(tmp_path, 1, 2, 3)
+    assert surplus(tmp_path, 0) == []
+
+
+def test_the_newest_are_kept_by_number_and_the_seed_always(tmp_path):
+    make(tmp_path, 0, 8, 9, 10, 100)
+    assert surplus(tmp_path, 2) == ["step-8", "step-9"]
+    assert surplus(tmp_path, 4) == []
+    assert surplus(tmp_path, 9) == []
+
+
+def test_incomplete_steps_do_not_count_and_are_not_removed(tmp_path):
+    make(tmp_path, 1, 2, 3)
+    for n in (4, 5, 6):
+        (tmp_path / f"step-{n}").mkdir()
+    assert surplus(tmp_path, 2) == ["step-1"]
+
+
+def test_names_that_only_resemble_steps_are_left_alone(tmp_path):
+    make(tmp_path, 1, 2, 3)
+    (tmp_path / "step-0001").mkdir()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "step-x").mkdir()
+    assert surplus(tmp_path, 2) == ["step-1"]
+
+
+def test_the_newest_full_step_and_steps_in_use_are_never_removed(tmp_path):
+    make(tmp_path, 1, 2, 3, 4, 5)
+    full = {"step-1", "step-2"}
+    assert surplus(tmp_path, 2, full=lambda p: p.name in full) == ["step-1", "step-3"]
+    assert surplus(tmp_path, 2, in_use=(1, 2)) == ["step-3"]
+
+
+def test_a_failed_removal_is_retried_and_the_thread_lives(tmp_path, monkeypatch):
+    make(tmp_path, 1, 2, 3)
+    calls = []
+    real = folder.shutil.rmtree
+
+    def flaky(path, *args):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError("busy")
+        real(path, *args)
+
+        lambda: (
+            retention.surplus(tmp_path, 2, is_full=lambda p: True)
+            if len(calls) < 1
+            else [p for p in tmp_path.glob("step-*") if p.name == "step-2"]
+        )
+    )
+    monkeypatch.setattr(folder.shutil, "rmtree", flaky)
+    purger.request()
+    deadline = time.monotonic() + 10
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    make(tmp_path, 4)
+    purger.close()
+    assert len(calls) == 2
+    assert not (tmp_path / "step-2").exists()
+
+
+def test_a_finder_that_raises_does_not_end_the_thread(tmp_path):
+    def broken():
+        raise RuntimeError("listing failed")
+
+    purger = retention.Purger(broken)
+    purger.request()
+    purger.close()  # joins: a dead thread that never saw the request would hang or raise
+    assert not purger._thread.is_alive()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_unfinished_saves_of_ours_go_once_a_newer_full_step_is_there(tmp_path, monkeypatch, alive):
+    monkeypatch.setattr(retention, "process_alive", lambda pid: alive)
+    stale = folder.begin(tmp_path, 20)
+    os.utime(stale, (1, 1))
+    (tmp_path / "unfinished.foreign").mkdir()
+    make(tmp_path, 10)
+    retention.remove_leftovers(tmp_path, None)
+    assert stale.exists()
+    retention.remove_leftovers(tmp_path, tmp_path / "step-10")
+    assert stale.exists() is alive
+    assert (tmp_path / "unfinished.foreign").exists()
+
+
+def test_an_unfinished_save_newer_than_the_newest_full_step_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(retention, "process_alive", lambda pid: False)
+    make(tmp_path, 10)
+    os.utime(tmp_path / "step-10", (1, 1))
+    fresh = folder.begin(tmp_path, 20)
+    retention.remove_leftovers(tmp_path, tmp_path / "step-10")
+    assert fresh.exists()

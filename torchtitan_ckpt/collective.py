@@ -1,0 +1,107 @@
+"""What the ranks of a job do together: one value for all, and one failure for all.
+
+A step that several ranks take is wrapped in `Ranks.together`, so that it returns on every rank or
+raises on every rank with the first cause, and nothing waits for a rank that has given up. Objects
+travel over a process group that moves CPU data; without an initialised group a job is one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torchtitan_ckpt import errors
+from torchtitan_ckpt.errors import CheckpointError, Problem, RankError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the ranks of a job. `group` is None for a job of one process."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def current(cls, group: dist.ProcessGroup | None = None) -> Ranks:
+        """The ranks of `group`, or of the default group when one is initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1)
+        group = group or dist.group.WORLD
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def fork(self) -> Ranks:
+        """The same ranks over a group of their own (gloo), for use on another thread."""
+        if self.group is None:
+            return self
+        ranks = dist.get_process_group_ranks(self.group)
+        return Ranks.current(dist.new_group(ranks, backend="gloo"))
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order, on every rank."""
+        if self.group is None:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.group)
+        return out
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return box[0]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run a block on every rank; if it fails on one, every rank raises the first cause.
+
+        The block must not wait for other ranks: a rank that raises inside never gets there.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
+        failures = self.gather(None if error is None else _pack(error))
+        first = next(((r, f) for r, f in enumerate(failures) if f is not None), None)
+        if first is None:
+            return
+        rank, packed = first
+        if error is not None and rank == self.rank:
+            raise error
+        raise _unpack(packed, rank, what, sum(f is not None for f in failures)) from error
+
+
+def _pack(error: Exception) -> tuple[str, tuple[Problem, ...]]:
+    """An exception as (class name, problems): foreign exceptions may not travel."""
+    if isinstance(error, CheckpointError):
+        return type(error).__name__, error.problems
+    text = f"{type(error).__name__}: {error}"
+    return "RankError", (Problem(code="ranks.failed", what=text),)
+
+
+def _unpack(
+    packed: tuple[str, tuple[Problem, ...]], rank: int, what: str, count: int
+) -> CheckpointError:
+    name, problems = packed
+    kind = getattr(errors, name, RankError)
+    others = f" ({count} ranks failed)" if count > 1 else ""
+    note = Problem(
+        code="ranks.other-failed",
+        what=f"Rank {rank} failed first while the ranks were {what}{others}.",
+        fix="see the problem above; it is that rank's",
+    )
+    error: CheckpointError = kind(*problems, note)
+    return error
