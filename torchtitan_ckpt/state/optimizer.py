@@ -1,0 +1,271 @@
+"""Optimizer state as one flat dict under parameter names, for saving and for planning a load.
+
+Names on disk are torchtitan 0.3.0's: `state.<fqn>.<key>` and `param_groups.<fqn>.<key>`, the latter
+once a parameter. What those names cannot say is kept beside them under keys that begin with `@`,
+which no parameter or state can be called and other readers do not ask for:
+
+- `state.<fqn>.@layout`: structure that flat names lose (None, int keys, lists, tuples) and tensors
+  that are not sharded as their parameter is. Absent for every ordinary optimizer.
+- `param_groups.<fqn>.@none`: hyperparameters that are None (but `foreach` and `fused`, which are
+  None where absent).
+- `param_groups.@empty.<class>.<k>.<group>.<key>`: groups without parameters have no name; they go
+  by the optimizer's class, its number among those of the class, and their own number.
+- `state.@global.<class>.<k>.<key>`: state that belongs to no parameter.
+
+None never lies in the dict. An empty state dict of a parameter equals no state. Reading changes
+nothing in the optimizer: no entry is created, no step is taken. Loading is in `optimizer_load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_ckpt.errors import MismatchError, Problem, SaveError
+from torchtitan_ckpt.manifest import Manifest, TensorEntry
+from torchtitan_ckpt.state.forms import Form, allocate, to_stored
+from torchtitan_ckpt.state.hyperparameters import (
+    NULL_BY_DEFAULT,
+    required_state,
+    unstorable_problems,
+    values_of,
+)
+from torchtitan_ckpt.state.leaves import UNREAD, default_node, flatten, why_not_storable
+from torchtitan_ckpt.state.slots import Fleet, Optimizers, Slot, fleet_of
+from torchtitan_ckpt.state.swapped import emptied_problem
+from torchtitan_ckpt.state.tensors import local_of
+
+LAYOUT = "@layout"
+NONE = "@none"
+
+
+def optimizer_state_dict(
+    optimizers: Optimizers, model_parts: nn.Module | Iterable[nn.Module]
+) -> dict[str, Any]:
+    """The state of all optimizers as one flat dict; the tensors are live, not copies.
+
+    Raises `SaveError` with every parameter whose state cannot be saved truthfully: emptied storage
+    without `CheckpointableState`, values that no file holds, one name for two parameters.
+    """
+    fleet = fleet_of(optimizers, model_parts)
+    for speaker in fleet.speakers:
+        speaker.checkpoint_wait()
+    flat: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for slot in fleet.slots:
+        name = slot.names.canonical
+        state = slot.state()
+        problems += _lost_moments(slot, state)
+        problems += _put_state(flat, name, slot.parameter, state, spoken=slot.speaker is not None)
+        values = values_of(slot.group)
+        if slot.speaker is not None:
+            values = {key: value for key, value in values.items() if key not in state}
+        problems += _put_group(flat, name, values)
+    for owner, _, group in fleet.empty_groups():
+        problems += _put_group(flat, owner, values_of(group))
+    for owner, _, state in fleet.globals():
+        problems += _put_state(flat, owner, None, state, spoken=False)
+    if problems:
+        raise SaveError(*problems)
+    return flat
+
+
+def optimizer_template(
+    optimizers: Optimizers,
+    model_parts: nn.Module | Iterable[nn.Module],
+    manifest: Manifest,
+    prefix: str = "optimizer.",
+) -> dict[str, Any]:
+    """What to read of a checkpoint for these optimizers, stepped or fresh.
+
+    Keys are without `prefix`. A stored tensor gets an uninitialised target of its dtype, laid out
+    as the parameter is sharded now; a stored object gets `UNREAD`. The targets are never the
+    optimizer's own tensors, so a read that fails half-way changes nothing, and no step is taken to
+    make them. Names of other processes' parameters are left out.
+    """
+    fleet = fleet_of(optimizers, model_parts)
+    stored = sorted(k.removeprefix(prefix) for k in manifest.keys if k.startswith(prefix))
+    by_owner = Owned(stored, fleet)
+    problems: list[Problem] = []
+    template: dict[str, Any] = {}
+    for slot in fleet.slots:
+        owner = by_owner.owner_of(slot, problems)
+        live = slot.state() if slot.speaker is None else {}
+        for section, keys in by_owner.keys(owner):
+            for suffix, key in keys.items():
+                entry = manifest.tensors.get(prefix + key)
+                if entry is None:
+                    template[key] = UNREAD
+                elif section == "state":
+                    device = _device(slot, suffix, live.get(suffix))
+                    template[key] = _target(slot.parameter, entry, device)
+                else:
+                    template[key] = _target(None, entry, _group_device(slot.group, suffix))
+    for owner in by_owner.without_parameter(fleet):
+        for _, keys in by_owner.keys(owner):
+            for key in keys.values():
+                entry = manifest.tensors.get(prefix + key)
+                cpu = torch.device("cpu")
+                template[key] = UNREAD if entry is None else _target(None, entry, cpu)
+    if problems:
+        raise MismatchError(*problems)
+    return template
+
+
+class Owned:
+    """The flat keys of a file, by the parameter (or label) that owns them."""
+
+    def __init__(self, keys: Iterable[str], fleet: Fleet) -> None:
+        names = {name for slot in fleet.slots for name in slot.names.all}
+        labels = [owner for owner, _, _ in (*fleet.empty_groups(), *fleet.globals())]
+        names.update(labels, map(first_of_class, labels))
+        self._sections: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
+        for key in keys:
+            section, _, rest = key.partition(".")
+            owner = _longest_owner(rest, names)
+            if owner is not None and section in self._sections:
+                suffixes = self._sections[section].setdefault(owner, {})
+                suffixes[rest[len(owner) + 1 :]] = key
+
+    def keys(self, owner: str | None) -> Iterator[tuple[str, dict[str, str]]]:
+        """`(section, {suffix: whole key})` of one owner."""
+        for section, owners in self._sections.items():
+            yield section, owners.get(owner or "", {})
+
+    def state(self, owner: str | None) -> dict[str, str]:
+        return self._sections["state"].get(owner or "", {})
+
+    def group(self, owner: str | None) -> dict[str, str]:
+        return self._sections["param_groups"].get(owner or "", {})
+
+    def owner_of(self, slot: Slot, problems: list[Problem]) -> str | None:
+        """The name under which the file has this parameter: its own, or an alias of the tie."""
+        found = [n for n in slot.names.all if self.state(n) or self.group(n)]
+        if len(found) > 1:
+            problems.append(
+                Problem(
+                    code="optimizer.tie-differs",
+                    what=f"one tied parameter, two optimizer states: {', '.join(found)}",
+                    cause="the run that saved did not tie them",
+                    fix="untie them in this model, or leave the optimizer out of the load",
+                )
+            )
+        return found[0] if found else None
+
+    def without_parameter(self, fleet: Fleet) -> Iterator[str]:
+        """Owners among the labels that the file has, each once."""
+        labels = [owner for owner, _, _ in (*fleet.empty_groups(), *fleet.globals())]
+        found = dict.fromkeys(self.label_of(label) for label in labels)
+        yield from (owner for owner in found if owner is not None)
+
+    def label_of(self, label: str) -> str | None:
+        """The label that the file has for `label`: the same, or that of the first of the class.
+
+        The number of optimizers of a class changes with the pipeline degree.
+        """
+        for owner in (label, first_of_class(label)):
+            if self.state(owner) or self.group(owner):
+                return owner
+        return None
+
+
+def first_of_class(label: str) -> str:
+    """`@empty.AdamW.3.1` as `@empty.AdamW.0.1`."""
+    kind, name, _, *group = label.split(".")
+    return ".".join([kind, name, "0", *group])
+
+
+def _longest_owner(rest: str, names: set[str]) -> str | None:
+    end = rest.rfind(".")
+    while end > 0:
+        if rest[:end] in names:
+            return rest[:end]
+        end = rest.rfind(".", 0, end)
+    return None
+
+
+def _put_state(
+    flat: dict[str, Any],
+    owner: str,
+    parameter: Tensor | None,
+    state: Mapping[Any, Any],
+    *,
+    spoken: bool,
+) -> list[Problem]:
+    problems: list[Problem] = []
+    leaves, node = flatten(state)
+    forms: dict[str, Form] = {}
+    for name, value in leaves.items():
+        emptied = emptied_problem(owner, name, value)
+        if emptied is not None:
+            problems.append(emptied)
+        elif (why := why_not_storable(value)) is not None:
+            problems.append(
+                Problem(
+                    code="optimizer.unstorable",
+                    what=f"{owner}: its optimizer state {name} cannot be saved",
+                    where=f"state.{owner}.{name}",
+                    cause=why,
+                )
+            )
+        elif isinstance(value, Tensor):
+            value, form = to_stored(parameter, value)
+            if form is not None and not (spoken and form == "local"):
+                forms[name] = form
+        flat[f"state.{owner}.{name}"] = value
+    odd = node != default_node(leaves) and bool(state)
+    if odd or forms:
+        flat[f"state.{owner}.{LAYOUT}"] = {"node": node if odd else None, "forms": forms}
+    return problems
+
+
+def _put_group(flat: dict[str, Any], owner: str, values: Mapping[str, Any]) -> list[Problem]:
+    problems = unstorable_problems(owner, values)
+    for key, value in values.items():
+        if value is not None:
+            flat[f"param_groups.{owner}.{key}"] = value
+    nulls = [key for key, v in values.items() if v is None and key not in NULL_BY_DEFAULT]
+    if nulls:
+        flat[f"param_groups.{owner}.{NONE}"] = nulls
+    return problems
+
+
+def _lost_moments(slot: Slot, state: Mapping[str, Any]) -> list[Problem]:
+    """A moment that is None in a stepped Adam was moved away; saving would record its loss."""
+    if slot.speaker is not None or not state:
+        return []
+    lost = [key for key in required_state(slot.optimizer, slot.group) if state.get(key, 0) is None]
+    return [
+        Problem(
+            code="optimizer.none-moment",
+            what=f"{slot.names.canonical}: its optimizer state {key} is None",
+            where=f"state.{slot.names.canonical}.{key}",
+            cause=f"{type(slot.optimizer).__name__} cannot step without it; "
+            "it was moved elsewhere, or an earlier load put a None over it",
+            fix="let the optimizer implement torchtitan_ckpt.state.swapped.CheckpointableState",
+        )
+        for key in lost
+    ]
+
+
+def _target(parameter: Tensor | None, entry: TensorEntry, device: torch.device) -> Tensor:
+    return allocate(parameter, entry.shape, getattr(torch, entry.dtype), device)
+
+
+def _device(slot: Slot, suffix: str, live: Any) -> torch.device:
+    """Where a state tensor goes: where it is now; the host for swappers and for `step`."""
+    if slot.speaker is not None:
+        return torch.device("cpu")
+    if isinstance(live, Tensor):
+        return local_of(live).device
+    if suffix == "step" and not (slot.group.get("fused") or slot.group.get("capturable")):
+        return torch.device("cpu")
+    return local_of(slot.parameter).device
+
+
+def _group_device(group: Mapping[str, Any], suffix: str) -> torch.device:
+    live = group.get(suffix)
+    return live.device if isinstance(live, Tensor) else torch.device("cpu")

@@ -1,0 +1,325 @@
+"""Loading optimizer state: everything is prepared and checked first, then taken over as a whole.
+
+Rules, wherever file and running optimizer differ:
+
+- The file wins: for every hyperparameter and every state value, in its own dtype and type.
+- The file has a tensor where the optimizer holds None or nothing: the tensor is taken.
+- The file records None (`@layout`): None is taken. A pickled None, as torchtitan 0.3.0 writes, is
+  no record of anything: it counts as absent, and is said.
+- The file lacks a key: a parameter with no state at all had none when saved (it never got a
+  gradient), so it has none afterwards; it is listed. A parameter with some state, but without a key
+  that the optimizer certainly needs or holds now, is an error that names it - unless the group, as
+  loaded, switches that key's feature off (`amsgrad`, `momentum`, `centered`).
+- `amsgrad` follows the file too. To change it on resume, name it in `keep`: switched on, the maxima
+  start from zero, as in a fresh state; switched off, they are dropped. Both are said.
+- A parameter that the file does not know is an error; parameters of the file that no optimizer of
+  this process holds are for the caller to judge, over all ranks.
+
+Hooks registered with `register_load_state_dict_post_hook` run after the take-over, and torch's own
+`__setstate__` runs, so optimizers that keep second copies can refresh them. Pre-hooks do not run:
+there is no `state_dict` of torch's shape to hand them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_ckpt.errors import MismatchError, Problem, list_keys
+from torchtitan_ckpt.state.forms import from_stored
+from torchtitan_ckpt.state.hyperparameters import (
+    excused_flag,
+    is_parameter_shaped,
+    required_state,
+    resolve,
+    values_of,
+)
+from torchtitan_ckpt.state.leaves import Unread, default_node, leaf_names, rebuild
+from torchtitan_ckpt.state.optimizer import LAYOUT, NONE, Owned
+from torchtitan_ckpt.state.slots import Fleet, Optimizers, Slot, fleet_of
+from torchtitan_ckpt.state.swapped import emptied_problem
+from torchtitan_ckpt.state.takeover import Taken, take_over
+from torchtitan_ckpt.state.tensors import local_of
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What will be taken over, and what is wrong or worth saying."""
+
+    taken: Taken = field(default_factory=Taken)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    without_state: list[Slot] = field(default_factory=list)
+    pickled_none: list[str] = field(default_factory=list)
+
+
+def load_optimizer_state_dict(
+    optimizers: Optimizers,
+    model_parts: nn.Module | Iterable[nn.Module],
+    state: Mapping[str, Any],
+    *,
+    keep: Sequence[str] = (),
+) -> list[str]:
+    """Take over `state`, as `optimizer_template` had it read. Returns notes for the log.
+
+    The tensors of `state` become the optimizers' own; do not write to them afterwards. `keep` names
+    hyperparameters whose running values stay. Raises `MismatchError` with everything that does not
+    fit; whatever fails, all optimizers are as they were before.
+    """
+    fleet = fleet_of(optimizers, model_parts)
+    for speaker in fleet.speakers:
+        speaker.checkpoint_wait()
+    plan = _Plan()
+    owned = Owned(state, fleet)
+    owners = {slot: owned.owner_of(slot, plan.problems) for slot in fleet.slots}
+    known = [slot for slot in fleet.slots if owners[slot] is not None]
+    unknown = [slot.names.canonical for slot in fleet.slots if owners[slot] is None]
+    if unknown:
+        plan.problems.append(
+            Problem(
+                code="optimizer.missing",
+                what=f"the checkpoint has no optimizer state or group for {list_keys(unknown)}",
+                cause="parameters that were frozen or did not exist when it was saved"
+                if known
+                else "a model-only checkpoint, or one of another model",
+                fix="leave the optimizer out of the load, or freeze them as in the saving run",
+            )
+        )
+    _plan_groups(fleet, known, owners, owned, state, keep, plan)
+    for slot in known:
+        _plan_state(slot, owned.state(owners[slot]), state, keep, plan)
+    _plan_labels(fleet, owned, state, keep, plan)
+    if plan.problems:
+        raise MismatchError(*plan.problems)
+    take_over(fleet, plan.taken)
+    return _said(plan)
+
+
+def _said(plan: _Plan) -> list[str]:
+    notes = list(dict.fromkeys(plan.notes))
+    # Of an optimizer without any state, such as plain SGD, there is nothing to say.
+    stateful = plan.taken.states.keys() | plan.taken.spoken.keys()
+    bare = [
+        slot.names.canonical
+        for slot in plan.without_state
+        if {id(slot.optimizer), id(slot.speaker)} & stateful
+    ]
+    if bare:
+        notes.append(f"no state in the checkpoint, as when it was saved: {list_keys(bare)}")
+    if plan.pickled_none:
+        notes.append(f"a pickled None counts as absent: {list_keys(plan.pickled_none)}")
+    return notes
+
+
+def _plan_groups(
+    fleet: Fleet,
+    slots: Sequence[Slot],
+    owners: Mapping[Slot, str | None],
+    owned: Owned,
+    state: Mapping[str, Any],
+    keep: Sequence[str],
+    plan: _Plan,
+) -> None:
+    members: dict[tuple[int, int], list[Slot]] = {}
+    for slot in slots:
+        members.setdefault((id(slot.optimizer), slot.group_index), []).append(slot)
+    for where, group in members.items():
+        live = values_of(group[0].group)
+        saved = {}
+        for slot in group:
+            keys = owned.group(owners[slot])
+            values = _group_values(keys, state, plan)
+            step = state.get(f"state.{owners[slot]}.step")
+            if "step" in live and "step" not in values and step is not None:
+                if slot.speaker is None:  # kept in the group here, in the state by torch
+                    values["step"] = type(live["step"])(step)
+                else:
+                    values["step"] = live["step"]  # the speaker's own affair
+            saved[slot.names.canonical] = values
+        label = f"{type(group[0].optimizer).__name__} group {where[1]}"
+        values, problems, notes = resolve(label, live, saved, keep)
+        plan.taken.groups[where] = values
+        plan.problems += problems
+        plan.notes += notes
+
+
+def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: _Plan) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for suffix, key in keys.items():
+        value = state[key]
+        if isinstance(value, Unread):
+            plan.problems.append(_unread(key))
+        elif suffix == NONE:
+            if not isinstance(value, list) or not all(isinstance(k, str) for k in value):
+                plan.problems.append(_malformed(key))
+                continue
+            values.update(dict.fromkeys(value))
+        else:
+            values[suffix] = value
+    return values
+
+
+def _plan_state(
+    slot: Slot, keys: Mapping[str, str], state: Mapping[str, Any], keep: Sequence[str], plan: _Plan
+) -> None:
+    name = slot.names.canonical
+    group = plan.taken.groups.get((id(slot.optimizer), slot.group_index), slot.group)
+    live = slot.state()
+    if slot.speaker is None:
+        emptied = [emptied_problem(name, key, value) for key, value in live.items()]
+        plan.problems += [problem for problem in emptied if problem is not None]
+    tree = _tree(slot.parameter, keys, state, live, slot.speaker is not None, plan)
+    if tree is None:
+        return
+    if not tree:
+        plan.without_state.append(slot)
+        return
+    _check(slot, group, live, tree, keep, plan)
+    step = tree.get("step")
+    if slot.speaker is not None:
+        plan.taken.spoken.setdefault(id(slot.speaker), {})[slot.parameter] = tree
+        return
+    if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
+        tree["step"] = step.to(local_of(slot.parameter).device)
+    if "step" in group and "step" not in live and step is not None:
+        del tree["step"]
+    plan.taken.states.setdefault(id(slot.optimizer), {})[slot.parameter] = tree
+
+
+def _tree(
+    parameter: Tensor | None,
+    keys: Mapping[str, str],
+    state: Mapping[str, Any],
+    live: Mapping[Any, Any],
+    spoken: bool,
+    plan: _Plan,
+) -> dict[Any, Any] | None:
+    """The nested state of one owner from its flat values, or None after a problem."""
+    before = len(plan.problems)
+    flat = {suffix: state[key] for suffix, key in keys.items()}
+    plan.problems += [_unread(keys[s]) for s, v in flat.items() if isinstance(v, Unread)]
+    layout = flat.pop(LAYOUT, None)
+    layout = layout if isinstance(layout, dict) else {}
+    forms = layout.get("forms") or {}
+    nulls = [suffix for suffix, value in flat.items() if value is None]
+    plan.pickled_none += [keys[suffix] for suffix in nulls]
+    flat = {suffix: value for suffix, value in flat.items() if value is not None}
+    node = layout.get("node") or default_node(flat)
+    try:
+        lost = [leaf for leaf in leaf_names(node) if leaf not in flat]
+    except (LookupError, TypeError, ValueError):
+        plan.problems.append(_malformed(keys[LAYOUT]))
+        return None
+    if lost:
+        plan.problems.append(_missing(next(iter(keys.values())).rpartition(".")[0], lost))
+    if len(plan.problems) > before:
+        return None
+
+    def leaf(name: str) -> Any:
+        value = flat[name]
+        if not isinstance(value, Tensor):
+            return value
+        form = "local" if spoken else forms.get(name)
+        return from_stored(parameter, value, form, live.get(name))
+
+    try:
+        tree: dict[Any, Any] = rebuild(node, leaf)
+    except (LookupError, TypeError, ValueError):
+        plan.problems.append(_malformed(keys[LAYOUT]))
+        return None
+    return tree
+
+
+def _check(
+    slot: Slot,
+    group: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: dict[str, Any],
+    keep: Sequence[str],
+    plan: _Plan,
+) -> None:
+    """Completeness and shapes of one parameter's state, and what `keep` changes in it."""
+    name = slot.names.canonical
+    if "amsgrad" in keep:
+        if not group.get("amsgrad") and tree.pop("max_exp_avg_sq", None) is not None:
+            plan.notes.append("amsgrad switched off: max_exp_avg_sq dropped")
+        elif group.get("amsgrad") and "exp_avg_sq" in tree and "max_exp_avg_sq" not in tree:
+            tree["max_exp_avg_sq"] = torch.zeros_like(tree["exp_avg_sq"])
+            plan.notes.append("amsgrad switched on: max_exp_avg_sq starts from zero")
+    held = {key for key, value in live.items() if value is not None}
+    for key in sorted((held - tree.keys()), key=str):
+        if excused_flag(key, group):
+            plan.notes.append(f"{key} dropped: the checkpoint's group does not use it")
+    needed = {key for key in held if not excused_flag(key, group)}
+    if slot.speaker is None:
+        needed |= required_state(slot.optimizer, group)
+    lost = sorted(str(k) for k in needed if k not in tree and not (k == "step" and "step" in group))
+    if lost:
+        plan.problems.append(_missing(f"state.{name}.", lost))
+    shape = local_of(slot.parameter).shape if slot.speaker is not None else slot.parameter.shape
+    for key, value in tree.items():
+        if not isinstance(value, Tensor):
+            continue
+        own = live.get(key)
+        wanted = own.shape if isinstance(own, Tensor) else None
+        if wanted is None and is_parameter_shaped(slot.optimizer, key):
+            wanted = shape
+        if wanted is not None and value.shape != wanted:
+            plan.problems.append(
+                Problem(
+                    code="optimizer.shape",
+                    what=f"{name}: its optimizer state {key} has another shape",
+                    where=f"state.{name}.{key}",
+                    expected=str(tuple(wanted)),
+                    actual=str(tuple(value.shape)),
+                )
+            )
+
+
+def _plan_labels(
+    fleet: Fleet, owned: Owned, state: Mapping[str, Any], keep: Sequence[str], plan: _Plan
+) -> None:
+    for label, optimizer, group in fleet.empty_groups():
+        keys = owned.group(owned.label_of(label))
+        index = int(label.rpartition(".")[2])
+        if not keys:
+            plan.notes.append(f"{label}: the checkpoint has no such group; its values stay")
+            continue
+        saved = {label: _group_values(keys, state, plan)}
+        values, problems, notes = resolve(label, values_of(group), saved, keep)
+        plan.taken.groups[(id(optimizer), index)] = values
+        plan.problems += problems
+        plan.notes += notes
+    for label, optimizer, live in fleet.globals():
+        tree = _tree(None, owned.state(owned.label_of(label)), state, live, False, plan)
+        if tree:
+            plan.taken.states.setdefault(id(optimizer), {}).update(tree)
+        elif live:
+            plan.notes.append(f"{label}: the checkpoint has no such state; the present one stays")
+
+
+def _unread(key: str) -> Problem:
+    return Problem(code="optimizer.unread", what=f"{key} was planned and never read", where=key)
+
+
+def _malformed(key: str) -> Problem:
+    return Problem(
+        code="optimizer.malformed",
+        what=f"{key} does not describe what this package writes there",
+        where=key,
+        cause="the checkpoint was edited or damaged",
+    )
+
+
+def _missing(where: str, keys: Sequence[str]) -> Problem:
+    return Problem(
+        code="optimizer.missing-state",
+        what=f"{where.removeprefix('state.').rstrip('.')}: the checkpoint lacks {', '.join(keys)}",
+        where=where,
+        cause="another optimizer saved this, or the checkpoint was edited",
+        fix="leave the optimizer out of the load, or use the optimizer that saved it",
+    )
