@@ -1,0 +1,287 @@
+// Devices, settings, errors, counted calls and planned faults; and, at the end, everything that
+// torch_npu links against and that is not simulated: those calls fail with their own name.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sim.h"
+
+namespace sim {
+namespace {
+
+thread_local int this_thread_device = 0;
+char contexts[kMaxDevices];  // a context is the address of its device's byte
+
+struct Fault {
+  std::string call;  // a name; a `*` at the end stands for any rest
+  long countdown;
+  int code;
+};
+
+struct Book {
+  std::mutex lock;
+  std::map<std::string, long> calls;
+  std::vector<Fault> faults;
+  std::string last_error = "no error recorded";
+};
+
+bool names(const std::string& pattern, const char* call) {
+  if (pattern.empty() || pattern.back() != '*') return pattern == call;
+  return std::strncmp(pattern.c_str(), call, pattern.size() - 1) == 0;
+}
+
+// NPUSIM_FAULT is a list of call:n:code, for processes that a test cannot reach into.
+void read_faults(Book& book) {
+  const char* text = std::getenv("NPUSIM_FAULT");
+  std::string rest = text ? text : "";
+  while (!rest.empty()) {
+    const std::string item = rest.substr(0, rest.find(','));
+    rest.erase(0, item.size() + 1);
+    char name[96];
+    long nth;
+    int code;
+    if (std::sscanf(item.c_str(), "%95[^:]:%ld:%d", name, &nth, &code) == 3) {
+      book.faults.push_back({name, nth, code});
+    } else {
+      std::fprintf(stderr, "[npusim] NPUSIM_FAULT wants call:n:code, not '%s'\n", item.c_str());
+      std::abort();
+    }
+  }
+}
+
+Book& book() {
+  static Book* b = [] {
+    Book* fresh = new Book;
+    read_faults(*fresh);
+    return fresh;
+  }();
+  return *b;
+}
+
+}  // namespace
+
+long setting(const char* name, long otherwise) {
+  const char* text = std::getenv(name);
+  return text && *text ? std::atol(text) : otherwise;
+}
+
+int fail(int code, const char* format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  std::fprintf(stderr, "[npusim] error %d: %s\n", code, text);
+  if (setting("NPUSIM_ABORT", 0)) std::abort();
+  std::lock_guard<std::mutex> guard(book().lock);
+  book().last_error = std::string("npusim: ") + text;
+  return code;
+}
+
+int enter(const char* call) {
+  static const bool trace = setting("NPUSIM_TRACE", 0) != 0;
+  if (trace) std::fprintf(stderr, "[npusim] %s\n", call);
+  int code = kSuccess;
+  {
+    Book& b = book();
+    std::lock_guard<std::mutex> guard(b.lock);
+    ++b.calls[call];
+    for (Fault& fault : b.faults)
+      if (names(fault.call, call) && --fault.countdown == 0) code = fault.code;
+  }
+  return code ? fail(code, "%s: injected fault", call) : kSuccess;
+}
+
+int device_count() {
+  return static_cast<int>(std::min<long>(setting("NPUSIM_DEVICES", 1), kMaxDevices));
+}
+
+int current_device() { return this_thread_device; }
+
+}  // namespace sim
+
+using namespace sim;
+
+// ---- what tests use through ctypes
+API const char* npusim_version() { return "simulated CANN runtime, not Ascend hardware"; }
+API long npusim_calls(const char* call) {
+  std::lock_guard<std::mutex> guard(book().lock);
+  auto it = book().calls.find(call);
+  return it == book().calls.end() ? 0 : it->second;
+}
+API void npusim_inject(const char* call, long nth, int code) {
+  std::lock_guard<std::mutex> guard(book().lock);
+  book().faults.push_back({call, nth, code});
+}
+API void npusim_clear_faults() {
+  std::lock_guard<std::mutex> guard(book().lock);
+  book().faults.clear();
+}
+
+// ---- devices
+API int aclInit(const char*) {
+  ENTER("aclInit");
+  return kSuccess;
+}
+API int aclFinalize() { return kSuccess; }
+API const char* aclGetRecentErrMsg() {
+  static thread_local std::string copy;
+  std::lock_guard<std::mutex> guard(book().lock);
+  copy = book().last_error;
+  return copy.c_str();
+}
+API int aclrtGetDeviceCount(uint32_t* count) {
+  ENTER("aclrtGetDeviceCount");
+  *count = device_count();
+  return kSuccess;
+}
+API int aclrtSetDevice(int device) {
+  ENTER("aclrtSetDevice");
+  if (device < 0 || device >= device_count()) return fail(kNoSuchDevice, "no device %d", device);
+  this_thread_device = device;
+  return kSuccess;
+}
+API int aclrtGetDevice(int* device) {
+  *device = this_thread_device;
+  return kSuccess;
+}
+API int aclrtResetDevice(int) { return kSuccess; }
+API int aclrtGetCurrentContext(void** context) {
+  *context = &contexts[this_thread_device];
+  return kSuccess;
+}
+API int aclrtSetCurrentContext(void* context) {
+  const long index = static_cast<char*>(context) - contexts;
+  if (index < 0 || index >= device_count()) return fail(kRuntimeParam, "not a context");
+  this_thread_device = static_cast<int>(index);
+  return kSuccess;
+}
+API int aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {
+  if (flags) *flags = 0;
+  *active = 1;
+  return kSuccess;
+}
+// This name decides which fused paths torch_npu takes (foreach and fused AdamW are on).
+API const char* aclrtGetSocName() { return "Ascend910B4"; }
+API int aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
+  *can = 1;
+  return kSuccess;
+}
+API int aclrtDeviceGetBareTgid(int32_t* pid) {
+  *pid = getpid();
+  return kSuccess;
+}
+// Core counts; no result depends on them.
+API int aclGetDeviceCapability(uint32_t, int, int64_t* value) {
+  *value = 20;
+  return kSuccess;
+}
+API int aclrtGetDeviceInfo(uint32_t, int attribute, int64_t* value) {
+  *value = attribute == 0 ? 20 : 40;
+  return kSuccess;
+}
+API int aclrtGetSysParamOpt(int, int64_t* value) {
+  *value = 0;
+  return kSuccess;
+}
+API int aclrtGetLastError(int) { return kSuccess; }
+API int aclrtPeekAtLastError(int) { return kSuccess; }
+
+// ---- settings and profiling marks without an effect on data
+#define ACCEPTED(name) \
+  API int name() { return kSuccess; }
+ACCEPTED(aclmdlInitDump)
+ACCEPTED(aclmdlSetDump)
+ACCEPTED(aclmdlFinalizeDump)
+ACCEPTED(aclSetCompileopt)
+ACCEPTED(aclrtSetSysParamOpt)
+ACCEPTED(aclrtCtxSetSysParamOpt)
+ACCEPTED(aclrtSetDeviceSatMode)
+ACCEPTED(aclrtSetOpExecuteTimeOut)
+ACCEPTED(aclrtSetOpWaitTimeout)
+ACCEPTED(aclrtSetStreamAttribute)
+ACCEPTED(aclrtSetStreamFailureMode)
+ACCEPTED(aclrtDeviceEnablePeerAccess)
+ACCEPTED(aclrtSubscribeReport)
+ACCEPTED(aclrtUnSubscribeReport)
+ACCEPTED(aclrtUseStreamResInCurrentThread)
+ACCEPTED(aclrtUnuseStreamResInCurrentThread)
+ACCEPTED(MsprofGetHashId)
+ACCEPTED(MsprofRegisterCallback)
+ACCEPTED(MsprofReportAdditionalInfo)
+ACCEPTED(MsprofReportApi)
+ACCEPTED(MsprofReportCompactInfo)
+ACCEPTED(MsprofSysCycleTime)
+
+API void aclAppLog(int level, const char*, const char*, uint32_t, const char* format, ...) {
+  static const long from = setting("NPUSIM_LOG", 9);  // 0 debug .. 3 error
+  if (level < from) return;
+  va_list args;
+  va_start(args, format);
+  std::vfprintf(stderr, format, args);
+  va_end(args);
+  std::fputc('\n', stderr);
+}
+
+// ---- the older operator path: descriptors are inert, execution names the operator and fails
+namespace {
+char inert;
+int not_an_operator(const char* name) {
+  return fail(kOpNotFound, "operator %s is not simulated", name);
+}
+}  // namespace
+API void* aclCreateTensorDesc(int, int, const int64_t*, int) { return &inert; }
+API void aclDestroyTensorDesc(void*) {}
+API void* aclCreateDataBuffer(void*, size_t) { return &inert; }
+API int aclDestroyDataBuffer(void*) { return kSuccess; }
+API void* aclopCreateAttr() { return &inert; }
+API void aclopDestroyAttr(void*) {}
+ACCEPTED(aclSetTensorDescName)
+ACCEPTED(aclSetTensorFormat)
+ACCEPTED(aclSetTensorPlaceMent)
+ACCEPTED(aclSetTensorShape)
+ACCEPTED(aclopSetAttrBool)
+ACCEPTED(aclopSetAttrDataType)
+ACCEPTED(aclopSetAttrFloat)
+ACCEPTED(aclopSetAttrInt)
+ACCEPTED(aclopSetAttrListBool)
+ACCEPTED(aclopSetAttrListFloat)
+ACCEPTED(aclopSetAttrListInt)
+ACCEPTED(aclopSetAttrListListInt)
+ACCEPTED(aclopSetAttrString)
+API int aclopCompileAndExecute(const char* name) { return not_an_operator(name); }
+API int aclopCompileAndExecuteV2(const char* name) { return not_an_operator(name); }
+
+// ---- linked against, not simulated
+#define NOT_SIMULATED(name) \
+  API int name() { return fail(kNotSupported, #name " is not simulated"); }
+NOT_SIMULATED(aclGetTensorDescDimV2)
+NOT_SIMULATED(aclGetTensorDescFormat)
+NOT_SIMULATED(aclGetTensorDescNumDims)
+NOT_SIMULATED(aclGetTensorDescType)
+NOT_SIMULATED(aclrtBinaryGetFunction)
+NOT_SIMULATED(aclrtBinaryLoadFromData)
+NOT_SIMULATED(aclrtEventElapsedTime)
+NOT_SIMULATED(aclrtFreePhysical)
+NOT_SIMULATED(aclrtGetFunctionAddr)
+NOT_SIMULATED(aclrtMallocPhysical)
+NOT_SIMULATED(aclrtMapMem)
+NOT_SIMULATED(aclrtMemExportToShareableHandle)
+NOT_SIMULATED(aclrtMemImportFromShareableHandle)
+NOT_SIMULATED(aclrtMemSetPidToShareableHandle)
+NOT_SIMULATED(aclrtProcessReport)
+NOT_SIMULATED(aclrtReleaseMemAddress)
+NOT_SIMULATED(aclrtReserveMemAddress)
+NOT_SIMULATED(aclrtUnmapMem)
+NOT_SIMULATED(rtDevBinaryRegister)
+NOT_SIMULATED(rtFunctionRegister)
+NOT_SIMULATED(rtGetC2cCtrlAddr)
+NOT_SIMULATED(rtKernelLaunch)
