@@ -1,0 +1,122 @@
+"""Parallel degrees: names, products, all problems at once, coordinates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan_ckpt.errors import ConfigError
+from torchtitan_ckpt.parallel import DENSE_AXES, OPTIONS, SPARSE_AXES, ParallelDegrees
+
+degree = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def valid(draw: st.DrawFn) -> ParallelDegrees:
+    base = ParallelDegrees(
+        dp_replicate=draw(degree), dp_shard=draw(degree), cp=draw(degree), tp=draw(degree),
+        pp=draw(degree),
+    )  # fmt: skip
+    shared = base.fsdp * base.tp
+    ep = draw(st.sampled_from([n for n in range(1, shared + 1) if shared % n == 0]))
+    etp = base.tp if ep > 1 and base.fsdp % ep == 0 and draw(st.booleans()) else 1
+    return ParallelDegrees(
+        dp_replicate=base.dp_replicate, dp_shard=base.dp_shard, cp=base.cp, tp=base.tp,
+        pp=base.pp, ep=ep, etp=etp,
+    )  # fmt: skip
+
+
+def test_the_guides_option_names() -> None:
+    options = dict.fromkeys(OPTIONS, 2)
+    options["expert_parallel_degree"] = 4
+    degrees = ParallelDegrees.from_options(options)
+    assert (degrees.dp_shard, degrees.ep, degrees.etp) == (2, 4, 2)
+    assert degrees.options == options
+
+
+def test_an_unknown_option_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="tensor_paralel_degree") as caught:
+        ParallelDegrees.from_options({"tensor_paralel_degree": 2, "rows": 1})
+    assert len(caught.value.problems) == 2
+    assert "tensor_parallel_degree" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", ParallelDegrees()),
+        ("fsdp2 x tp2 x pp2", ParallelDegrees(dp_shard=2, tp=2, pp=2)),
+        ("hsdp2x4", ParallelDegrees(dp_replicate=2, dp_shard=4)),
+        ("hsdp2x2 x ep2", ParallelDegrees(dp_replicate=2, dp_shard=2, ep=2)),
+        ("cp2xfsdp2", ParallelDegrees(cp=2, dp_shard=2)),
+        ("fsdp=-1,tp=4", ParallelDegrees(dp_shard=-1, tp=4)),
+        ("tensor_parallel_degree 4 expert_parallel_degree=64",
+         ParallelDegrees(tp=4, ep=64)),
+    ],
+)  # fmt: skip
+def test_reading_degrees_from_words(text: str, expected: ParallelDegrees) -> None:
+    assert ParallelDegrees.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["two", "fsdp", "fsdp2 and 3", "tq2"])
+def test_words_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        ParallelDegrees.parse(text)
+
+
+@given(valid())
+def test_labels_read_back(degrees: ParallelDegrees) -> None:
+    assert ParallelDegrees.parse(degrees.label) == degrees
+
+
+@given(valid())
+def test_the_two_meshes_cover_the_same_ranks(degrees: ParallelDegrees) -> None:
+    degrees.resolve(degrees.world_size)
+    sizes = degrees.sizes
+    for axes in (DENSE_AXES, SPARSE_AXES):
+        assert math.prod(sizes[axis] for axis in axes) == degrees.world_size
+        seen = [
+            tuple(degrees.coordinate(rank)[axis] for axis in axes)
+            for rank in range(degrees.world_size)
+        ]
+        assert seen == list(itertools.product(*(range(sizes[axis]) for axis in axes)))
+    for stage in range(degrees.pp):
+        for rank in degrees.ranks_of_stage(stage):
+            assert degrees.coordinate(rank)["pp"] == stage
+
+
+def test_minus_one_takes_the_rest() -> None:
+    degrees = ParallelDegrees(dp_shard=-1, tp=4, pp=2, ep=8)
+    assert degrees.resolve(64).dp_shard == 8
+    assert degrees.resolve(64).efsdp == 4
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world", "codes"),
+    [
+        (ParallelDegrees(tp=0, pp=-3), None, ["parallel.degree"] * 2),
+        (ParallelDegrees(dp_shard=0), None, ["parallel.degree"]),
+        (ParallelDegrees(dp_shard=-1, tp=3), 8, ["parallel.rest"]),
+        (ParallelDegrees(dp_shard=-1), None, ["parallel.rest"]),
+        (ParallelDegrees(dp_shard=2), 4, ["parallel.product"]),
+        (ParallelDegrees(dp_shard=4, tp=4, ep=4, etp=2), 16, ["parallel.etp"]),
+        (ParallelDegrees(tp=2, etp=2), 2, ["parallel.etp"]),
+        (ParallelDegrees(dp_shard=4, ep=3), 4, ["parallel.experts"]),
+        (ParallelDegrees(dp_shard=2, ep=3), 4, ["parallel.product", "parallel.experts"]),
+    ],
+)
+def test_everything_wrong_is_said_at_once(
+    degrees: ParallelDegrees, world: int | None, codes: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        degrees.resolve(world)
+    found = [problem.code for problem in caught.value.problems]
+    assert found == codes
+
+
+def test_context_parallelism_is_folded_into_fsdp() -> None:
+    assert ParallelDegrees(cp=2, dp_shard=3).fsdp == 6
