@@ -1,0 +1,47 @@
+"""`python -m torchtitan_ckpt.train [--module M] [--config C] --flags…`: one rank of a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from torchtitan_ckpt.errors import CheckpointError
+from torchtitan_ckpt.train.cli_args import parse_flags, split_command
+from torchtitan_ckpt.train.registry import load
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job and return the exit code: 0, or that of the error, said without a traceback."""
+    rank = int(os.environ.get("RANK", "0"))
+    _talk(rank)
+    debug = "--debug" in argv
+    try:
+        command = split_command(argv, environ=os.environ)
+        job = parse_flags(command.flags, load(command.module, command.config))
+        from torchtitan_ckpt.device import import_torch
+
+        import_torch()
+        from torchtitan_ckpt.train.trainer import run
+
+        run(job)
+    except CheckpointError as error:
+        if debug:
+            raise
+        if rank == 0 or os.environ.get("LOCAL_RANK") is None:
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def _talk(rank: int) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if rank == 0 else logging.ERROR,
+        format="%(levelname)s %(name)s: %(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,209 @@
+"""The training loop: build, load, train step by step, save; and nothing of how a checkpoint works.
+
+Everything that a step depends on is in what the manager saves, so that the loss of a resumed run
+equals that of a run that was never stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from typing import Any, TextIO
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_ckpt.parallel import ParallelDegrees
+from torchtitan_ckpt.train import world as worlds
+from torchtitan_ckpt.train.config import JobConfig, LRSchedulerConfig, OptimizerConfig
+from torchtitan_ckpt.train.data import SyntheticDataLoader
+from torchtitan_ckpt.train.models.config import Qwen3Config, read_hf_config
+from torchtitan_ckpt.train.models.qwen3 import Qwen3Model, init_weights
+from torchtitan_ckpt.train.pipeline import make_step, model_parts
+from torchtitan_ckpt.train.progress import TrainState
+from torchtitan_ckpt.train.rules import check_job
+from torchtitan_ckpt.train.world import World
+
+log = logging.getLogger("torchtitan_ckpt.train")
+
+
+def prepare(job: JobConfig, world_size: int) -> tuple[JobConfig, ParallelDegrees]:
+    """The job with its model filled in, and its degrees; ConfigError where it cannot run."""
+    if job.model is None:
+        check_job(job, world_size)
+        job = replace(job, model=read_hf_config(job.hf_assets_path or "."))
+    if job.checkpoint.create_seed_checkpoint:
+        job = replace(job, device="cpu")
+    return job, check_job(job, world_size)
+
+
+def run(job: JobConfig, *, out: TextIO | None = None) -> None:
+    """Train one job to its last step, on the ranks that this process belongs to.
+
+    Rank 0 writes one line a step to `out` (standard output): step, loss and learning rate, the
+    latter two also as hexadecimal floats, which show every bit.
+    """
+    job, degrees = prepare(job, worlds.place().size)
+    with worlds.enter(degrees, device=job.device) as world:
+        trainer = Trainer(job, world, out or sys.stdout)
+        try:
+            trainer.run()
+        finally:
+            trainer.close()
+
+
+class Trainer:
+    """One job on one rank. `prepare` its config first."""
+
+    def __init__(self, job: JobConfig, world: World, out: TextIO) -> None:
+        assert job.model is not None
+        self.job, self.world, self.out, self.config = job, world, out, job.model
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(job.training.seed)
+        self.parts = _build(job, job.model, world)
+        self.optimizers = [make_optimizer(part, job.optimizer) for part in self.parts]
+        self.lr_schedulers = [
+            make_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps)
+            for optimizer in self.optimizers
+        ]
+        self.dataloader = SyntheticDataLoader(
+            vocab_size=self.config.vocab_size,
+            seq_len=job.training.seq_len,
+            batch_size=job.training.local_batch_size,
+            seed=job.training.seed,
+            dp_rank=world.dp_rank,
+            dp_world_size=world.dp_size,
+        )
+        self.progress = TrainState()
+        self.tokens_per_step = job.training.local_batch_size * job.training.seq_len * world.dp_size
+        self.step = make_step(self.parts, world, job, self._loss)
+        self.checkpointer = self._checkpointer()
+
+    def run(self) -> None:
+        """Load, then train to the last step; or make a seed checkpoint and stop."""
+        options = self.job.checkpoint
+        if options.create_seed_checkpoint:
+            self.checkpointer.save(0, last_step=True)
+            log.info("made the seed checkpoint step-0")
+            return
+        self.checkpointer.load(step=options.load_step)
+        last = self.job.training.steps
+        if self.progress.step >= last:
+            log.warning("step %d is reached already: nothing to train", self.progress.step)
+        while self.progress.step < last:
+            loss, rate = self.train_step()
+            if self.world.place.rank == 0:
+                print(
+                    f"step={self.progress.step} loss={loss!r} loss_hex={loss.hex()} "
+                    f"lr={rate!r} lr_hex={rate.hex()}",
+                    file=self.out,
+                    flush=True,
+                )
+            self.checkpointer.save(self.progress.step, last_step=self.progress.step == last)
+
+    def train_step(self) -> tuple[float, float]:
+        """One step; the mean loss over all ranks' tokens, and the learning rate that was used."""
+        self.progress.step += 1
+        self.progress.ntokens_seen += self.tokens_per_step
+        # Drawn on every rank, used by those that hold the embedding: the streams stay in step.
+        noise = int(torch.randint(2**62, ())) + self.world.dp_rank
+        for part in self.parts:
+            part.noise.manual_seed(noise)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        batch = next(self.dataloader).to(self.world.device)
+        loss = self.step(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        total = self.world.total(loss.float(), "dp_replicate", "fsdp", "pp")
+        rate = float(self.lr_schedulers[0].get_last_lr()[0])
+        self.checkpointer.maybe_wait_for_staging()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._balance_experts()
+        for scheduler in self.lr_schedulers:
+            scheduler.step()
+        return float(total), rate
+
+    def close(self) -> None:
+        """Wait for saves in the background; their failures are raised here."""
+        self.checkpointer.close()
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        flat = logits.float().reshape(-1, logits.shape[-1])
+        return F.cross_entropy(flat, labels.reshape(-1), reduction="sum") / self.tokens_per_step
+
+    def _balance_experts(self) -> None:
+        for part in self.parts:
+            for moe in part.moe_layers():
+                self.world.total(moe.tokens_per_expert_E, "dp_replicate", "fsdp")
+                moe.move_bias()
+
+    def _checkpointer(self) -> Any:
+        from torchtitan_ckpt.adapter import MappingAdapter
+        from torchtitan_ckpt.manager import CheckpointManager
+
+        return CheckpointManager(
+            self.job.checkpoint,
+            dataloader=self.dataloader,
+            model_parts=self.parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self.progress},
+            sd_adapter=MappingAdapter(self.config.to_hf(), self.job.hf_assets_path),
+            base_folder=self.job.dump_folder,
+            hf_assets_path=self.job.hf_assets_path,
+        )
+
+
+def _build(job: JobConfig, config: Qwen3Config, world: World) -> list[Qwen3Model]:
+    """This rank's model parts with their first weights."""
+    with torch.device("meta"):
+        parts = model_parts(world, config, job.training.dropout)
+    dtype = getattr(torch, job.training.dtype)
+    for part in parts:
+        _cast(part, dtype)
+        part.tie()
+        if world.meshes is not None:
+            from torchtitan_ckpt.train.parallelize import split
+
+            split(part, world.meshes)
+        part.to_empty(device=world.device)
+        part.tie()
+        init_weights(part, config, job.training.seed)
+    return parts
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: the experts' bias stays float32."""
+    for module in model.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(value.to(dtype)))
+
+
+def make_optimizer(model: nn.Module, options: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW, one parameter at a time: fused kernels may add in another order."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        foreach=False,
+        fused=False,
+    )
+
+
+def make_lr_scheduler(
+    optimizer: torch.optim.Optimizer, options: LRSchedulerConfig, steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warmup from 1/(warmup + 1), then linear decay to `min_lr_factor`."""
+    end = options.total_steps or steps
+
+    def factor(step: int) -> float:
+        if step < options.warmup_steps:
+            return (step + 1) / (options.warmup_steps + 1)
+        left = max(0.0, (end - step) / max(1, end - options.warmup_steps))
+        return options.min_lr_factor + (1 - options.min_lr_factor) * left
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
