@@ -142,6 +142,8 @@ def rebuild(node: Node, leaf: Callable[[str], Any]) -> Any:
     if kind in ("dict", "odict"):
         pairs = [(key, rebuild(child, leaf)) for key, child in node[1]]
         return dict(pairs) if kind == "dict" else OrderedDict(pairs)
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"no such kind of node: {kind!r}")
     items = [rebuild(child, leaf) for child in node[1]]
     return items if kind == "list" else tuple(items)
 

@@ -227,8 +227,10 @@ def _tree(
         return from_stored(parameter, value, form, live.get(name))
 
     try:
-        tree: dict[Any, Any] = rebuild(node, leaf)
+        tree = rebuild(node, leaf)
     except (LookupError, TypeError, ValueError):
+        tree = None
+    if not isinstance(tree, dict):
         plan.problems.append(_malformed(keys[LAYOUT]))
         return None
     return tree

@@ -65,7 +65,7 @@ def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 def is_emptied(tensor: Tensor) -> bool:
     """Elements without bytes behind them: storage resized to zero, or a meta tensor."""
     part = local_of(tensor)
-    if part.numel() == 0:
+    if part.numel() == 0 or part.layout is not torch.strided:
         return False
     if part.is_meta:
         return True
