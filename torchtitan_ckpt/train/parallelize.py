@@ -29,7 +29,9 @@ def split(model: Qwen3Model, meshes: Meshes) -> None:
         _tensor_parallel(model, meshes.dense["tp"])
     if meshes.sparse is not None:
         for moe in model.moe_layers():
-            _expert_parallel(moe.routed_experts.inner_experts, meshes.sparse["ep"])
+            experts = moe.routed_experts.inner_experts
+            _expert_parallel(experts, meshes.sparse["ep"])
+            experts.copies = meshes.degrees.tp
     model.tie()
     _fully_shard(model, meshes)
 
@@ -79,10 +81,9 @@ def _fully_shard(model: Qwen3Model, meshes: Meshes) -> None:
     fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the tokens of all ranks, so gradients are summed; but
-            # ranks of one tensor-parallel group bring the same tokens to experts they share.
-            shared = meshes.sparse is not None and isinstance(module, InnerExperts)
-            module.set_gradient_divide_factor(float(meshes.degrees.tp) if shared else 1.0)
+            # The loss is already divided by the tokens of all ranks, so gradients are summed.
+            # (No other factor works here: torch 2.13 divides twice where one rank shards.)
+            module.set_gradient_divide_factor(1.0)
             # Plain sums also run over gloo, which knows no scaled ones.
             module.set_force_sum_reduction_for_comms(True)
 

@@ -12,16 +12,19 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from torchtitan_ckpt.parallel import ParallelDegrees
 from torchtitan_ckpt.train import world as worlds
-from torchtitan_ckpt.train.config import JobConfig, LRSchedulerConfig, OptimizerConfig
+from torchtitan_ckpt.train.build import (
+    build_parts,
+    loss_over,
+    make_lr_scheduler,
+    make_optimizer,
+)
+from torchtitan_ckpt.train.config import JobConfig
 from torchtitan_ckpt.train.data import SyntheticDataLoader
-from torchtitan_ckpt.train.models.config import Qwen3Config, read_hf_config
-from torchtitan_ckpt.train.models.qwen3 import Qwen3Model, init_weights
-from torchtitan_ckpt.train.pipeline import make_step, model_parts
+from torchtitan_ckpt.train.models.config import read_hf_config
+from torchtitan_ckpt.train.pipeline import make_step
 from torchtitan_ckpt.train.progress import TrainState
 from torchtitan_ckpt.train.rules import check_job
 from torchtitan_ckpt.train.world import World
@@ -62,7 +65,7 @@ class Trainer:
         self.job, self.world, self.out, self.config = job, world, out, job.model
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(job.training.seed)
-        self.parts = _build(job, job.model, world)
+        self.parts = build_parts(job, world)
         self.optimizers = [make_optimizer(part, job.optimizer) for part in self.parts]
         self.lr_schedulers = [
             make_lr_scheduler(optimizer, job.lr_scheduler, job.training.steps)
@@ -78,7 +81,7 @@ class Trainer:
         )
         self.progress = TrainState()
         self.tokens_per_step = job.training.local_batch_size * job.training.seq_len * world.dp_size
-        self.step = make_step(self.parts, world, job, self._loss)
+        self.step = make_step(self.parts, world, job, loss_over(self.tokens_per_step))
         self.checkpointer = self._checkpointer()
 
     def run(self) -> None:
@@ -129,10 +132,6 @@ class Trainer:
         """Wait for saves in the background; their failures are raised here."""
         self.checkpointer.close()
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        flat = logits.float().reshape(-1, logits.shape[-1])
-        return F.cross_entropy(flat, labels.reshape(-1), reduction="sum") / self.tokens_per_step
-
     def _balance_experts(self) -> None:
         for part in self.parts:
             for moe in part.moe_layers():
@@ -154,56 +153,3 @@ class Trainer:
             base_folder=self.job.dump_folder,
             hf_assets_path=self.job.hf_assets_path,
         )
-
-
-def _build(job: JobConfig, config: Qwen3Config, world: World) -> list[Qwen3Model]:
-    """This rank's model parts with their first weights."""
-    with torch.device("meta"):
-        parts = model_parts(world, config, job.training.dropout)
-    dtype = getattr(torch, job.training.dtype)
-    for part in parts:
-        _cast(part, dtype)
-        part.tie()
-        if world.meshes is not None:
-            from torchtitan_ckpt.train.parallelize import split
-
-            split(part, world.meshes)
-        part.to_empty(device=world.device)
-        part.tie()
-        init_weights(part, config, job.training.seed)
-    return parts
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: the experts' bias stays float32."""
-    for module in model.modules():
-        for name, value in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(value.to(dtype)))
-
-
-def make_optimizer(model: nn.Module, options: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW, one parameter at a time: fused kernels may add in another order."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        foreach=False,
-        fused=False,
-    )
-
-
-def make_lr_scheduler(
-    optimizer: torch.optim.Optimizer, options: LRSchedulerConfig, steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warmup from 1/(warmup + 1), then linear decay to `min_lr_factor`."""
-    end = options.total_steps or steps
-
-    def factor(step: int) -> float:
-        if step < options.warmup_steps:
-            return (step + 1) / (options.warmup_steps + 1)
-        left = max(0.0, (end - step) / max(1, end - options.warmup_steps))
-        return options.min_lr_factor + (1 - options.min_lr_factor) * left
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -40,8 +40,9 @@ class Router(nn.Module):
 class InnerExperts(nn.Module):
     """All experts of a layer, stacked: w1 and w3 are (E, F, D), w2 is (E, D, F).
 
-    `first` is the number of the first expert that this rank holds, and `group` the ranks that
-    share them; both are set by expert parallelism.
+    Set by expert parallelism: `first` is the number of the first expert that this rank holds,
+    `group` the ranks that share them, and `copies` how often each token reaches an expert, since
+    the ranks of a tensor-parallel group bring the same ones.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -56,6 +57,7 @@ class InnerExperts(nn.Module):
         self.w3_EFD = nn.Parameter(torch.empty(count, inner, hidden))
         self.first = 0
         self.group: Any = None
+        self.copies = 1
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The weighted sum of the chosen experts for x of shape (tokens, hidden)."""
@@ -68,7 +70,7 @@ class InnerExperts(nn.Module):
         return out.narrow(0, self.group.rank() * tokens, tokens)
 
     def _local(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        w1, w2, w3 = (_local(part) for part in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        w1, w2, w3 = (self._own(part) for part in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         out = torch.zeros_like(x)
         for slot in range(w1.shape[0]):
             token, place = torch.where(chosen == self.first + slot)
@@ -76,6 +78,16 @@ class InnerExperts(nn.Module):
             row = (F.silu(row @ w1[slot].T) * (row @ w3[slot].T)) @ w2[slot].T
             out = out.index_add(0, token, row * weights[token, place, None])
         return out
+
+    def _own(self, value: Tensor) -> Tensor:
+        """This rank's part of a weight, which expert parallelism makes a DTensor."""
+        to_local = getattr(value, "to_local", None)
+        if to_local is None:
+            return value
+        own: Tensor = to_local()
+        if self.copies > 1 and own.requires_grad:
+            own.register_hook(lambda gradient: gradient / self.copies)
+        return own
 
 
 class RoutedExperts(nn.Module):
@@ -125,9 +137,3 @@ class MoE(nn.Module):
             delta = self.coeff * torch.sign(counts.mean() - counts)
             self.expert_bias_E += delta - delta.mean()
         self.tokens_per_expert_E.zero_()
-
-
-def _local(value: Tensor) -> Tensor:
-    """This rank's part of an expert weight, which expert parallelism makes a DTensor."""
-    to_local = getattr(value, "to_local", None)
-    return value if to_local is None else to_local()
