@@ -1,7 +1,7 @@
 """What no job can have: numbers out of range, degrees that do not fit the ranks or the model.
 
 Everything wrong is said at once, before torch is imported and before a model exists. Rules between
-checkpoint options are `torchtitan_ckpt.config.validate`'s.
+checkpoint options are `torchtitan_ckpt.config.validate`'s, which is asked here as well.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 
+from torchtitan_ckpt.config import validate
 from torchtitan_ckpt.errors import ConfigError, Problem
 from torchtitan_ckpt.parallel import ParallelDegrees
 from torchtitan_ckpt.train.config import JobConfig
@@ -21,12 +22,17 @@ def check_job(job: JobConfig, world_size: int) -> ParallelDegrees:
     With `model` still None (to be read from `hf_assets_path`) its rules wait for a second call.
     """
     problems = [*_numbers(job), *_seed_problems(job, world_size)]
+    try:
+        validate(job.checkpoint, dump_folder=job.dump_folder, hf_assets_path=job.hf_assets_path)
+    except ConfigError as error:
+        problems += error.problems
     degrees = ParallelDegrees.from_options(asdict(job.parallelism))
     try:
         degrees = degrees.resolve(world_size)
     except ConfigError as error:
-        raise ConfigError(*problems, *error.problems) from None
-    problems += _model_problems(job.model, degrees) if job.model else []
+        problems += error.problems
+    else:
+        problems += _model_problems(job.model, degrees) if job.model else []
     if problems:
         raise ConfigError(*problems)
     return degrees

@@ -86,7 +86,7 @@ class InnerExperts(nn.Module):
             return value
         own: Tensor = to_local()
         if self.copies > 1 and own.requires_grad:
-            own.register_hook(lambda gradient: gradient / self.copies)
+            own.register_hook(lambda gradient: gradient / self.copies)  # type: ignore[no-untyped-call]
         return own
 
 
