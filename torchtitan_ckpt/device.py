@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchtitan_ckpt.device_failures import (
     AUTOLOAD_ENV,
     explain_import_error,
+    explain_runtime_error,
     installed_version,
     release,
     version_mismatch,
@@ -31,6 +32,24 @@ from torchtitan_ckpt.errors import ConfigError, DeviceError, Problem, nearest
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "AUTOLOAD_ENV",
+    "ENV",
+    "SIMULATED",
+    "Device",
+    "DeviceKind",
+    "Event",
+    "Memory",
+    "Stream",
+    "current",
+    "explain_import_error",
+    "explain_runtime_error",
+    "import_torch",
+    "of",
+    "simulated_runtime",
+    "why_not",
+]
 
 ENV = "TORCHTITAN_CKPT_DEVICE"
 

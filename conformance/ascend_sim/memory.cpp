@@ -104,6 +104,7 @@ int allocate(void** out, size_t bytes) {
   *out = nullptr;
   if (int code = map_devices(m)) return code;
   const int index = current_device();
+  if (index < 0) return fail(kNoContext, "no device was set on this thread");
   Device& device = m.devices[index];
   const size_t size = (bytes + kAlign - 1) / kAlign * kAlign + kAlign;
   size_t at = 0;  // first fit
@@ -222,6 +223,7 @@ API int aclrtGetMemInfo(int, size_t* free, size_t* total) {
   Memory& m = memory();
   std::lock_guard<std::mutex> guard(m.lock);
   if (int code = map_devices(m)) return code;
+  if (current_device() < 0) return fail(kNoContext, "no device was set on this thread");
   *total = m.per_device;
   *free = m.per_device - m.devices[current_device()].in_use;
   return kSuccess;

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +18,8 @@
 namespace sim {
 namespace {
 
-thread_local int this_thread_device = 0;
+thread_local int this_thread_device = -1;
+std::atomic<bool> used[kMaxDevices];
 char contexts[kMaxDevices];  // a context is the address of its device's byte
 
 struct Fault {
@@ -147,14 +149,18 @@ API int aclrtSetDevice(int device) {
   ENTER("aclrtSetDevice");
   if (device < 0 || device >= device_count()) return fail(kNoSuchDevice, "no device %d", device);
   this_thread_device = device;
+  used[device] = true;
   return kSuccess;
 }
 API int aclrtGetDevice(int* device) {
+  // torch_npu relies on this answer: it is how it learns that it has to set a device first.
+  if (this_thread_device < 0) return kNoContext;
   *device = this_thread_device;
   return kSuccess;
 }
 API int aclrtResetDevice(int) { return kSuccess; }
 API int aclrtGetCurrentContext(void** context) {
+  if (this_thread_device < 0) return kNoContext;
   *context = &contexts[this_thread_device];
   return kSuccess;
 }
@@ -164,9 +170,9 @@ API int aclrtSetCurrentContext(void* context) {
   this_thread_device = static_cast<int>(index);
   return kSuccess;
 }
-API int aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {
+API int aclrtGetPrimaryCtxState(int32_t device, uint32_t* flags, int32_t* active) {
   if (flags) *flags = 0;
-  *active = 1;
+  *active = device >= 0 && device < kMaxDevices && used[device];
   return kSuccess;
 }
 // This name decides which fused paths torch_npu takes (foreach and fused AdamW are on).
@@ -262,7 +268,7 @@ API int aclopCompileAndExecuteV2(const char* name) { return not_an_operator(name
 
 // ---- linked against, not simulated
 #define NOT_SIMULATED(name) \
-  API int name() { return fail(kNotSupported, #name " is not simulated"); }
+  API int name() { return fail(kNotSimulated, #name " is not simulated"); }
 NOT_SIMULATED(aclGetTensorDescDimV2)
 NOT_SIMULATED(aclGetTensorDescFormat)
 NOT_SIMULATED(aclGetTensorDescNumDims)

@@ -28,10 +28,11 @@ enum Code : int {
   kOpNotFound = 100024,
   kRuntimeParam = 107000,
   kNoSuchDevice = 107001,
+  kNoContext = 107002,
   kAclnnNull = 161001,
   kAclnnParam = 161002,
-  kNotSupported = 207000,
   kOutOfMemory = 207001,
+  kNotSimulated = 500000,  // internal error: torch_npu turns 207000 into a mere warning
 };
 
 // An integer from the environment.
@@ -48,7 +49,7 @@ int enter(const char* call);
 // ---- devices
 constexpr int kMaxDevices = 16;
 int device_count();
-int current_device();
+int current_device();  // of this thread; -1 before aclrtSetDevice
 
 // ---- memory
 // Where a pointer lies. Host memory registered with the device counts as device memory.

@@ -7,6 +7,7 @@
 //
 // An event is a stream and a position in it. Waiting for one captures both at that moment, so waits
 // only ever point at work that was submitted earlier, and no circle of waits can arise.
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -64,7 +65,9 @@ Stream* make_stream() {
 Stream& resolve(void* handle) {
   if (handle) return *static_cast<Stream*>(handle);
   Streams& s = streams();
-  Stream*& found = s.defaults[current_device()];
+  // A thread without a device has no default stream of its own; the first device's will do, since
+  // torch_npu never submits work from such a thread.
+  Stream*& found = s.defaults[std::max(current_device(), 0)];
   {
     std::lock_guard<std::mutex> guard(s.lock);
     if (found) return *found;

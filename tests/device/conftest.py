@@ -1,0 +1,83 @@
+"""Tests that want an accelerator: an NPU, real or simulated, or a CUDA device.
+
+`scripts/test_npu_sim.sh` runs all of them on the simulated Ascend device; `scripts/on_device.sh`
+runs those that say nothing about the simulator on real hardware. Anywhere else they are skipped
+with the reason, which is never counted as passed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.ranks import RankPool
+from torchtitan_ckpt import device
+from torchtitan_ckpt.errors import CheckpointError
+
+HERE = Path(__file__).parent
+WORLD = 4
+
+
+def _missing() -> str:
+    try:
+        found = device.current()
+    except CheckpointError as error:
+        return error.problems[0].what
+    if found.kind is device.DeviceKind.CPU:
+        return "no accelerator here; scripts/test_npu_sim.sh runs this on a simulated one"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    if not mine:
+        return
+    missing = _missing()
+    real = not missing and not device.current().simulated
+    for item in mine:
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
+        elif real and item.get_closest_marker("simulator_only"):
+            item.add_marker(pytest.mark.skip(reason="about the simulator, and this device is real"))
+        # The one mark by which the script asks for this chapter.
+        item.add_marker(pytest.mark.needs_npu_sim)
+
+
+def pytest_report_header() -> str:
+    missing = _missing()
+    return f"device: {missing or device.current().describe()}"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Up to four ranks, each with a device of its own."""
+    found = device.current()
+    with RankPool(min(WORLD, found.count), backend=found.backend, start_method="spawn") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def lazy_ranks() -> Iterator[RankPool]:
+    """Ranks on which asynchronous work runs only when something waits for it.
+
+    On real hardware there is no such mode: there these are ordinary ranks.
+    """
+    found = device.current()
+    before = os.environ.get("NPUSIM_LAZY")
+    with RankPool(2, backend=found.backend, start_method="spawn") as pool:
+        os.environ["NPUSIM_LAZY"] = "1"
+        try:
+            pool.run(_started, 2, timeout=120)
+        finally:
+            if before is None:
+                del os.environ["NPUSIM_LAZY"]
+            else:
+                os.environ["NPUSIM_LAZY"] = before
+        yield pool
+
+
+def _started() -> None:
+    """Something to start the processes with."""
