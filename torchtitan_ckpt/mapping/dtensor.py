@@ -1,0 +1,279 @@
+"""Rules on DTensors: sharding is kept where a rule permits and moved, not gathered, where not.
+
+A rule may run on local shards when each sharded dimension is carried whole: its outermost axis is
+the outermost axis of a dimension on the other side, and the shards end where that axis's positions
+end. Where that is not so (a head that is cut, experts that become keys, a fused dimension), the
+offending mesh dimensions are first redistributed to another dimension that does carry, which keeps
+the memory per rank, or replicated if there is none. No rule ever fuses or splits shard by shard.
+
+Parts of a tensor that had to be redistributed remember the placements they came from, as an
+attribute of the output tensors, so that the way back restores them without any state elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torchtitan_ckpt.mapping import apply
+from torchtitan_ckpt.mapping.apply import Part
+from torchtitan_ckpt.mapping.group import Group
+from torchtitan_ckpt.mapping.rule import Rule
+from torchtitan_ckpt.mapping.view import Link, Shape, ShapeError, Side
+
+_ORIGIN = "_torchtitan_ckpt_placements"
+Placements = tuple[Placement, ...]
+
+
+def run(group: Group, parts: Mapping[Part, DTensor], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert one group of DTensors. Collective over the tensors' mesh where data must move."""
+    rule = group.rule
+    mesh, placements = _common(parts)
+    if group.side == rule.big:
+        taken = _take(rule, parts[0, ()], mesh, placements)
+        return {group.part_key(p): _as(like, group.part_key(p), t) for p, t in taken.items()}
+    big = _join(rule, parts, group.counts(), mesh, placements)
+    origin = {getattr(part, _ORIGIN, None) for part in parts.values()}
+    wanted = origin.pop() if len(origin) == 1 else None
+    if wanted is not None and len(wanted) == mesh.ndim:
+        big = _to(big, wanted)
+    return {group.big_key: _as(like, group.big_key, big)}
+
+
+def _plain(value: DTensor) -> DTensor:
+    detached = apply.plain(value)
+    assert isinstance(detached, DTensor)
+    return detached
+
+
+def _common(parts: Mapping[Part, DTensor]) -> tuple[DeviceMesh, Placements]:
+    first = next(iter(parts.values()))
+    if any(p.device_mesh != first.device_mesh for p in parts.values()):
+        raise ShapeError("the parts lie on different device meshes")
+    placements = tuple(first.placements)
+    if any(tuple(p.placements) != placements for p in parts.values()):
+        raise ShapeError("the parts have different placements")
+    return first.device_mesh, placements
+
+
+def _as(like: Mapping[str, Any], key: str, value: DTensor) -> DTensor:
+    model = like.get(key)
+    if isinstance(model, DTensor) and model.device_mesh == value.device_mesh:
+        return _to(value, tuple(model.placements))
+    return value
+
+
+def _to(value: DTensor, placements: Placements) -> DTensor:
+    """Redistribute; via Replicate for the mesh dims where torch cannot go directly."""
+    if tuple(value.placements) == placements:
+        return value
+    now = tuple(value.placements)
+    strided = any(isinstance(p, _StridedShard) for p in (*now, *placements))
+    shared = _doubled(now) | _doubled(placements)
+    if strided or shared:
+        # Several mesh dims cut one dimension: order matters, so free those that change first.
+        free = tuple(
+            new if new == old else Replicate() for old, new in zip(now, placements, strict=True)
+        )
+        if strided:
+            dims = {_dim_of(p) for p in (*now, *placements) if isinstance(p, _StridedShard)}
+            free = tuple(
+                Replicate() if now != placements and _dim_of(p) in dims else p for p in free
+            )
+        value = value.redistribute(placements=free)
+        if strided:
+            return _cut(value, placements)
+    return value.redistribute(placements=placements)
+
+
+def _cut(value: DTensor, placements: Placements) -> DTensor:
+    """Take this rank's shard of a tensor that is whole along every dimension to be cut. Local."""
+    mesh = value.device_mesh
+    now = tuple(value.placements)
+    shape = tuple(value.shape)
+    have_shape, have_at = compute_local_shape_and_global_offset(shape, mesh, now)
+    want_shape, want_at = compute_local_shape_and_global_offset(shape, mesh, placements)
+    local = value.to_local()
+    for dim, length in enumerate(want_shape):
+        if length != have_shape[dim]:
+            start = want_at[dim] - have_at[dim] if length else 0
+            local = local.narrow(dim, start, length)
+    return _wrap(local.contiguous(), mesh, placements, shape)
+
+
+def _dim_of(placement: Placement) -> int:
+    if isinstance(placement, (Shard, _StridedShard)):
+        return int(placement.dim)
+    return -1
+
+
+def _doubled(placements: Placements) -> bool:
+    dims = [_dim_of(p) for p in placements if _dim_of(p) >= 0]
+    return len(dims) != len(set(dims))
+
+
+def _wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Shape) -> DTensor:
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def _carried(link: Link, here: Side, there: Side, dim: int, shards: int) -> int | None:
+    """The dimension of `there` that is cut as `dim` of `here` is, into `shards`, or None."""
+    members = here.axes_of(dim)
+    if not members or here.first[dim]:
+        return None
+    if math.prod(link.extents[i] for i in members) != here.shape[dim]:
+        return None
+    outer = next((i for i in members if link.extents[i] != 1), members[0])
+    other = there.terms[outer][0]
+    if other < 0 or there.first[other]:
+        return None
+    opposite = there.axes_of(other)
+    if math.prod(link.extents[i] for i in opposite) != there.shape[other]:
+        return None
+    long = [i for i in opposite if link.extents[i] != 1]
+    if long and long[0] != outer:
+        return None
+    alone = len([i for i in members if link.extents[i] != 1]) <= 1 and len(long) <= 1
+    return other if alone or link.extents[outer] % shards == 0 else None
+
+
+def _image(
+    links: Sequence[Link], to_small: bool, placements: Placements, sizes: Sequence[int]
+) -> list[int | None]:
+    """Per mesh dim: the dimension on the other side that a Shard becomes; None where it cannot."""
+    total: dict[int, int] = {}
+    for placement, size in zip(placements, sizes, strict=True):
+        if _dim_of(placement) >= 0:
+            total[_dim_of(placement)] = total.get(_dim_of(placement), 1) * size
+    out: list[int | None] = []
+    for placement in placements:
+        if isinstance(placement, Replicate):
+            out.append(-1)
+            continue
+        dim = _dim_of(placement)
+        if dim < 0:
+            out.append(None)
+            continue
+        images = set()
+        for link in links:
+            here, there = (link.big, link.small) if to_small else (link.small, link.big)
+            images.add(_carried(link, here, there, dim, total[dim]))
+        out.append(images.pop() if len(images) == 1 else None)
+    return out
+
+
+def _movable(
+    links: Sequence[Link], to_small: bool, shape: Shape, placements: Placements, mesh: DeviceMesh
+) -> Placements:
+    """Placements under which the rule can run on local shards, as near to the given as possible."""
+    sizes = [mesh.size(i) for i in range(mesh.ndim)]
+    image = _image(links, to_small, placements, sizes)
+    if all(dim is not None for dim in image):
+        return placements
+    lost = {_dim_of(p) for p, d in zip(placements, image, strict=True) if d is None}
+    kept: list[Placement] = [
+        Replicate() if d is None or _dim_of(p) in lost - {-1} else p
+        for p, d in zip(placements, image, strict=True)
+    ]
+    for i, (placement, new) in enumerate(zip(placements, kept, strict=True)):
+        if placement == new or isinstance(placement, (Partial, Replicate)):
+            continue
+        choices = []
+        for dim, length in enumerate(shape):
+            trial = [*kept[:i], Shard(dim), *kept[i + 1 :]]
+            taken = any(_dim_of(p) == dim for p in kept)
+            found = _image(links, to_small, tuple(trial), sizes)[i]
+            if found is not None and not taken and length >= sizes[i]:
+                choices.append((length % sizes[i] != 0, found, dim))
+        if choices:
+            kept[i] = Shard(min(choices)[2])
+    return tuple(kept)
+
+
+def _translate(placements: Placements, image: Sequence[int | None]) -> Placements:
+    out: list[Placement] = []
+    for placement, dim in zip(placements, image, strict=True):
+        if dim is None:
+            raise AssertionError("placements were made movable first")
+        if isinstance(placement, _StridedShard):
+            out.append(_StridedShard(dim, split_factor=placement.split_factor))
+        elif isinstance(placement, Shard):
+            out.append(Shard(dim))
+        else:
+            out.append(placement)
+    return tuple(out)
+
+
+def _take(
+    rule: Rule, big: DTensor, mesh: DeviceMesh, placements: Placements
+) -> dict[Part, DTensor]:
+    value = _plain(big)
+    if rule.identity:
+        return {(0, ()): value}
+    links = rule.links(tuple(big.shape))
+    movable = _movable(links, True, tuple(big.shape), placements, mesh)
+    image = _image(links, True, movable, [mesh.size(i) for i in range(mesh.ndim)])
+    target = _translate(movable, image)
+    local = apply.take(rule, _to(value, movable).to_local())
+    out = {}
+    for part, small in local.items():
+        wrapped = _wrap(small, mesh, target, links[part[0]].small.shape)
+        out[part] = _restored(wrapped, placements, movable, links)
+    return out
+
+
+def _restored(
+    value: DTensor, placements: Placements, movable: Placements, links: Sequence[Link]
+) -> DTensor:
+    """Same shape on both sides: same placements. Else remember where it came from."""
+    if placements == movable:
+        return value
+    if len(links) == 1 and links[0].big.shape == links[0].small.shape and not links[0].names:
+        return _to(value, placements)
+    if not any(isinstance(p, Partial) for p in placements):
+        setattr(value, _ORIGIN, placements)
+    return value
+
+
+def _join(
+    rule: Rule,
+    parts: Mapping[Part, DTensor],
+    counts: Mapping[str, int],
+    mesh: DeviceMesh,
+    placements: Placements,
+) -> DTensor:
+    if rule.identity:
+        return _plain(parts[0, ()])
+    shape = rule.big_shape(apply.part_shapes(rule, parts), counts)
+    links = rule.links(shape)
+    movable = _movable(links, False, links[0].small.shape, placements, mesh)
+    image = _image(links, False, movable, [mesh.size(i) for i in range(mesh.ndim)])
+    target = _translate(movable, image)
+    local = {part: _to(value, movable).to_local() for part, value in parts.items()}
+    big = _wrap(apply.join(rule, local, counts), mesh, target, shape)
+    return _restored(big, placements, movable, links)
+
+
+def local_box(tensor: torch.Tensor) -> tuple[Shape, Shape]:
+    """Where this rank's part of a tensor lies in the whole: (offsets, sizes)."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offsets), tuple(sizes)
