@@ -12,7 +12,6 @@ What is allowed, and what a global means, is decided in `pickles.py`, not here.
 
 from __future__ import annotations
 
-import gc
 import importlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -33,6 +32,7 @@ from torchtitan_ckpt.formats.pickle_parts import (
     check_key,
     damaged,
     describe,
+    garbage_collection_paused,
     refused,
 )
 
@@ -49,15 +49,8 @@ def interpret(data: bytes, table: Table, *, where: str) -> Any:
         if budget < 0:
             raise Refused("it would unfold to many times its own size")
 
-    # The collector looks at every container again and again while millions are made and none is
-    # garbage: off, it saves four fifths of the time.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with garbage_collection_paused():
         return _run(data, table, charge, where)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
@@ -66,6 +59,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
     memo: list[Any] = []
     push, pop, memoize = stack.append, stack.pop, memo.append
     i = start = 0
+    value: Any
     try:
         while True:
             start = i
@@ -85,8 +79,11 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
             elif op == 0x29:  # EMPTY_TUPLE, and the NEWOBJ that nearly always follows
                 cls = stack[-1] if stack else None
                 if data[i] == 0x81 and type(cls) is RecordClass:
+                    stack[-1] = value = Record(cls)
                     i += 1
-                    stack[-1] = Record(cls)
+                    if data[i] == 0x94:
+                        memoize(value)
+                        i += 1
                 else:
                     push(())
             elif op == 0x28:  # MARK
@@ -102,13 +99,22 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
                 mark = marks.pop()
                 items = stack[mark:]
                 del stack[mark:]
-                if len(items) & 1:
-                    raise Malformed("a key without a value")
-                _set_items(stack[-1], items)
+                target = stack[-1]
+                if type(target) is dict and len(items) == 2 and type(items[0]) is str:
+                    target[items[0]] = items[1]
+                else:
+                    _set_items(target, items)
             elif op == 0x7D:  # EMPTY_DICT
-                push({})
+                value = {}
+                push(value)
+                if data[i] == 0x94:  # most are remembered: a MEMOIZE taken along
+                    memoize(value)
+                    i += 1
             elif op == 0x85:  # TUPLE1
-                stack[-1] = (stack[-1],)
+                stack[-1] = value = (stack[-1],)
+                if data[i] == 0x94:
+                    memoize(value)
+                    i += 1
             elif op == 0x52:  # REDUCE
                 args = pop()
                 function = stack[-1]
@@ -122,12 +128,17 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
                     raise Refused(f"it calls {describe(function)}")
             elif op == 0x86:  # TUPLE2
                 last = pop()
-                stack[-1] = (stack[-1], last)
+                stack[-1] = value = (stack[-1], last)
+                if data[i] == 0x94:
+                    memoize(value)
+                    i += 1
             elif op == 0x89:  # NEWFALSE
                 push(False)
             elif op == 0x8C:  # SHORT_BINUNICODE
                 end = i + 1 + data[i]
-                push(_text(data, i + 1, end))
+                if end > len(data):
+                    raise IndexError
+                push(data[i + 1 : end].decode())
                 i = end
             elif op == 0x71:  # BINPUT
                 _put(memo, data[i], stack[-1], start)
@@ -250,6 +261,9 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
         raise
     except Refused as error:
         raise refused(where, start, str(error)) from None
+    except UnicodeDecodeError:
+        what = "a name or text that is not UTF-8"
+        raise damaged(where, start, what, len(data)) from None
     except (IndexError, StructError):
         if i >= len(data) or not stack:
             raise damaged(where, start, "the pickle is cut", len(data)) from None
@@ -264,10 +278,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
 def _text(data: bytes, start: int, end: int) -> str:
     if end > len(data):
         raise IndexError
-    try:
-        return data[start:end].decode()
-    except UnicodeDecodeError:
-        raise Malformed("a name or text that is not UTF-8") from None
+    return data[start:end].decode()
 
 
 def _bytes(data: bytes, start: int, end: int) -> bytes:
@@ -339,12 +350,8 @@ def _set_items(target: Any, items: list[Any]) -> None:
     kind = type(target)
     if kind is not dict and kind is not OrderedDict and kind is not defaultdict:
         raise Malformed(f"items for {describe(target)}, which is no dict")
-    if len(items) == 2:
-        key = items[0]
-        if type(key) is not str:
-            check_key(key)
-        target[key] = items[1]
-        return
+    if len(items) & 1:
+        raise Malformed("a key without a value")
     keys = items[::2]
     for key in keys:
         if type(key) is not str:

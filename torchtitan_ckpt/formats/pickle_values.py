@@ -27,7 +27,7 @@ def is_count(value: Any) -> bool:
 
 
 def dims(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple or len(value) > 64 or not all(map(is_count, value)):
+    if not isinstance(value, tuple) or len(value) > 64 or not all(map(is_count, value)):
         raise Malformed("a shape or stride that is no tuple of counts")
     return value
 

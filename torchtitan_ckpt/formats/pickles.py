@@ -154,6 +154,7 @@ def load_values(
     rebuild: Callable[[TensorRef], Any],
     where: str,
     dtype: Callable[[str], Any] = DTypeName,
+    make_size: Callable[[tuple[int, ...]], Any] = tuple,
     trust: bool = False,
 ) -> Any:
     """The value of a torch.save archive's `data.pkl`; `rebuild` makes tensors of references."""
@@ -169,6 +170,10 @@ def load_values(
         key: dtype(value.name) if isinstance(value, DTypeName) else value
         for key, value in _OBJECTS.items()
     }
+    as_counts = FUNCTIONS["torch Size"]
+    names["torch", "Size"] = Function(
+        "Size", lambda args, charge: make_size(as_counts(args, charge))
+    )
     names["torch._utils", "_rebuild_tensor_v2"] = Function(
         "_rebuild_tensor_v2", lambda args, charge: tensor(_ref_v2(args))
     )
@@ -291,8 +296,16 @@ def _plain_names() -> dict[tuple[str, str], Any]:
     return names
 
 
+def _loose_size(args: tuple[Any, ...], charge: Charge) -> Any:
+    """A shape in `.metadata`, of which there are four a tensor; the manifest checks each once."""
+    if len(args) != 1 or type(args[0]) is not tuple:
+        raise Malformed("torch.Size of other than one tuple")
+    return args[0]
+
+
 def _metadata_names() -> dict[tuple[str, str], Any]:
     names = _plain_names()
+    names["torch", "Size"] = Function("Size", _loose_size)
     dcp = "torch.distributed.checkpoint"
     for name in (
         "Metadata",

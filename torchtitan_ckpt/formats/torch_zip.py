@@ -227,6 +227,7 @@ class Archive:
             rebuild=rebuild,
             where=f"{where}: data.pkl",
             dtype=lambda name: getattr(torch, name),
+            make_size=torch.Size,
         )
 
 

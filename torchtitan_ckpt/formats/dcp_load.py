@@ -1,0 +1,298 @@
+"""Load from a DCP into tensors in place: just the bytes that this rank needs, many at a time.
+
+Small items are read together in windows and copied out; large ones go straight into the memory of
+the target where its layout allows it, and through a bounded window where it does not. Every rank
+reads alone, without collectives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from torchtitan_ckpt.errors import CheckpointError, DamagedError, Problem
+from torchtitan_ckpt.formats.dcp_layout import Layouts, tensor_of
+from torchtitan_ckpt.formats.dcp_manifest import read_manifest
+from torchtitan_ckpt.formats.dcp_objects import raise_all, read_objects
+from torchtitan_ckpt.formats.dcp_plan import Job, compare, plan
+from torchtitan_ckpt.formats.folders import File, Folder, open_folder
+from torchtitan_ckpt.formats.pickle_parts import garbage_collection_paused
+from torchtitan_ckpt.formats.torch_zip import Archive, Payload
+from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
+
+_SMALL = 2**20  # items up to this size are read together
+_WINDOW = 8 * 2**20  # bytes of a window, and of one piece of a large item
+_GAP = 64 * 2**10  # bytes that are read and thrown away rather than skipped
+_ENDS = 4096  # bytes read ahead at both ends of a large item, for its zip directory
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    manifest: Manifest | None = None,
+    trust: bool = False,
+    widen: bool = False,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Fill the tensors of `state` in place and return its keys with objects read.
+
+    `state` is flat: `torch.Tensor` and `DTensor` values (any placement) are filled, every other
+    value is replaced by what the checkpoint holds under its key. Shapes and dtypes must be equal;
+    `widen=True` lets a 16- or 32-bit float fill a wider one. Keys that the checkpoint has and
+    `state` lacks are left alone. `threads` defaults to the number of CPUs, at most 8.
+
+    Raises `MismatchError` before anything is read, and `DamagedError` or `RefusedError` while
+    reading; after these the targets are partly written.
+    """
+    manifest = read_manifest(path, trust=trust) if manifest is None else manifest
+    compare(state, manifest, widen=widen)
+    folder = open_folder(path)
+    with torch.no_grad(), garbage_collection_paused():
+        _Loader(folder, threads or min(8, os.cpu_count() or 1)).run(plan(state, manifest))
+    wanted = [manifest.objects[key] for key in state if key in manifest.objects]
+    values = read_objects(folder, wanted, trust=trust)
+    return {key: values.get(key, value) for key, value in state.items()}
+
+
+class _Loader:
+    def __init__(self, folder: Folder, threads: int) -> None:
+        self.folder = folder
+        self.threads = threads
+        self.layouts = Layouts()
+        self.failures: list[CheckpointError] = []
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        files: dict[str, list[Job]] = {}
+        for job in jobs:
+            files.setdefault(job.shard.file, []).append(job)
+        opened: list[File] = []
+        try:
+            with ThreadPoolExecutor(self.threads, "dcp-load") as pool:
+                for name, group in files.items():
+                    file = self.folder.open(name)
+                    opened.append(file)
+                    group.sort(key=lambda job: job.shard.byte_offset)
+                    for task in self._tasks(file, group):
+                        pool.submit(self._guard, task)
+        finally:
+            for file in opened:
+                file.close()
+        raise_all(self.failures)
+
+    def _guard(self, task: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():  # a setting of each thread
+                task()
+        except CheckpointError as error:
+            self.failures.append(error)
+        except Exception as error:
+            problem = Problem(code="dcp.load", what=f"{type(error).__name__}: {error}")
+            failure = DamagedError(problem)
+            failure.__cause__ = error
+            self.failures.append(failure)
+
+    def _tasks(self, file: File, jobs: list[Job]) -> Iterator[Callable[[], None]]:
+        window: list[Job] = []
+        for job in jobs:
+            shard = job.shard
+            if shard.byte_length > _SMALL:
+                yield from self._large(file, job)
+                continue
+            if window:
+                last = window[-1].shard
+                gap = shard.byte_offset - last.byte_offset - last.byte_length
+                span = shard.byte_offset + shard.byte_length - window[0].shard.byte_offset
+                if gap > _GAP or span > _WINDOW:
+                    yield partial(self._small, file, window)
+                    window = []
+            window.append(job)
+        if window:
+            yield partial(self._small, file, window)
+
+    # Small items
+
+    def _small(self, file: File, jobs: list[Job]) -> None:
+        first, last = jobs[0].shard, jobs[-1].shard
+        base = first.byte_offset
+        data = bytearray(last.byte_offset + last.byte_length - base)
+        file.read_into(base, memoryview(data))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        for job in jobs:
+            shard, target = job.shard, job.target
+            at = shard.byte_offset - base
+            payload = self.layouts.find(data, at, shard.byte_length, self._where(job))
+            self._check(job, payload)
+            if (
+                job.is_whole
+                and target.is_cpu
+                and payload.is_plain
+                and target.is_contiguous()
+                and _name(target.dtype) == job.dtype
+            ):
+                ctypes.memmove(target.data_ptr(), address + at + payload.start, payload.nbytes)
+            else:
+                dtype: torch.dtype = getattr(torch, payload.dtype)
+                count = payload.nbytes // dtype.itemsize
+                flat = torch.frombuffer(data, dtype=dtype, count=count, offset=at + payload.start)
+                whole = flat.as_strided(payload.size, payload.stride, payload.offset)
+                target.copy_(_box(whole, job))
+
+    # Large items
+
+    def _large(self, file: File, job: Job) -> Iterator[Callable[[], None]]:
+        try:
+            payload = self._payload(file, job)
+        except CheckpointError as error:
+            self.failures.append(error)
+            return
+        base = job.shard.byte_offset + payload.start
+        if not payload.is_plain:
+            yield partial(self._strided, file, job, payload)
+            return
+        direct = job.target.is_cpu and _name(job.target.dtype) == job.dtype
+        for offsets, sizes in _pieces(job.shard.sizes, job.offsets, job.sizes, job.dtype):
+            start, length = _span(job.shard.sizes, offsets, sizes)
+            part = job.target
+            for d, n in enumerate(sizes):
+                if n != part.shape[d]:
+                    part = part.narrow(d, offsets[d] - job.offsets[d], n)
+            item = ITEM_SIZE[job.dtype]
+            if direct and length == math.prod(sizes) and part.is_contiguous():
+                yield partial(_read_direct, file, base + start * item, length * item, part)
+            else:
+                strides = _strides(job.shard.sizes)
+                yield partial(
+                    _read_window, file, base + start * item, length, job.dtype, strides, part
+                )
+
+    def _payload(self, file: File, job: Job) -> Payload:
+        """The payload of a large item, from bytes at its two ends."""
+        base, length = job.shard.byte_offset, job.shard.byte_length
+        head = file.read(base, _ENDS)
+        tail = file.read(base + length - _ENDS, _ENDS)
+
+        def read(offset: int, count: int) -> bytes:
+            if offset + count <= _ENDS:
+                return head[offset : offset + count]
+            if offset >= length - _ENDS:
+                return tail[offset - length + _ENDS :][:count]
+            return file.read(base + offset, min(count, length - offset))
+
+        _, payload = tensor_of(Archive(read, length, where=self._where(job)))
+        self._check(job, payload)
+        return payload
+
+    def _strided(self, file: File, job: Job, payload: Payload) -> None:
+        """An item whose elements do not lie in row-major order: read whole, then copied."""
+        data = bytearray(payload.nbytes)
+        file.read_into(job.shard.byte_offset + payload.start, memoryview(data))
+        flat = torch.frombuffer(data, dtype=getattr(torch, payload.dtype))
+        whole = flat.as_strided(payload.size, payload.stride, payload.offset)
+        job.target.copy_(_box(whole, job))
+
+    def _where(self, job: Job) -> str:
+        return f"{self.folder.name.rstrip('/')}/{job.shard.file}: {job.key}"
+
+    def _check(self, job: Job, payload: Payload) -> None:
+        if payload.dtype != job.dtype or payload.size != job.shard.sizes:
+            raise DamagedError(
+                Problem(
+                    code="dcp.item-differs",
+                    what="an item of another shape or dtype than the metadata says",
+                    where=self._where(job),
+                    expected=f"{list(job.shard.sizes)} of {job.dtype}",
+                    actual=f"{list(payload.size)} of {payload.dtype}",
+                    cause="metadata and data of two saves mixed",
+                    fix="use another step",
+                )
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype)[6:]
+
+
+def _box(whole: torch.Tensor, job: Job) -> torch.Tensor:
+    if job.is_whole:
+        return whole
+    return whole[tuple(slice(o, o + n) for o, n in zip(job.offsets, job.sizes, strict=True))]
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    out = []
+    step = 1
+    for n in reversed(sizes):
+        out.append(step)
+        step *= n
+    return tuple(reversed(out))
+
+
+def _span(shape: tuple[int, ...], offsets: Iterable[int], sizes: Iterable[int]) -> tuple[int, int]:
+    """First element of a box in a row-major tensor, and the elements from it to the last one."""
+    strides = _strides(shape)
+    start = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    return start, 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+
+
+def _pieces(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into boxes whose bytes, from first to last, fit a window.
+
+    Cuts go along the outermost dimension that suffices. Rows that are much shorter than the
+    distance between them are read one by one, when each is worth a read of its own.
+    """
+    item = ITEM_SIZE[dtype]
+    dim = 0
+    while dim < len(shape) - 1:
+        inner = (*offsets[:dim], *offsets[dim:]), (*(1,) * dim, *sizes[dim:])
+        span = _span(shape, *inner)[1] * item
+        used = math.prod(sizes[dim:]) * item
+        sparse = span > 2 * used and math.prod(sizes[dim + 1 :]) * item >= _GAP
+        row = _span(shape, offsets, (*(1,) * (dim + 1), *sizes[dim + 1 :]))[1] * item
+        if not sparse and (span <= _WINDOW or row <= _WINDOW):
+            break
+        dim += 1
+    row = _span(shape, offsets, (*(1,) * (dim + 1), *sizes[dim + 1 :]))[1] * item
+    pitch = _strides(shape)[dim] * item
+    step = max(1, (_WINDOW - row) // pitch + 1)
+    for outer in product(
+        *(range(o, o + n) for o, n in zip(offsets[:dim], sizes[:dim], strict=True))
+    ):
+        for first in range(offsets[dim], offsets[dim] + sizes[dim], step):
+            count = min(step, offsets[dim] + sizes[dim] - first)
+            yield (
+                (*outer, first, *offsets[dim + 1 :]),
+                (*(1,) * dim, count, *sizes[dim + 1 :]),
+            )
+
+
+def _memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _read_direct(file: File, offset: int, nbytes: int, target: torch.Tensor) -> None:
+    file.read_into(offset, _memory(target, nbytes))
+
+
+def _read_window(
+    file: File,
+    offset: int,
+    count: int,
+    dtype: str,
+    strides: tuple[int, ...],
+    target: torch.Tensor,
+) -> None:
+    data = bytearray(count * ITEM_SIZE[dtype])
+    file.read_into(offset, memoryview(data))
+    flat = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    target.copy_(flat.as_strided(tuple(target.shape), strides))
