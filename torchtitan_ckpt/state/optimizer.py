@@ -55,11 +55,14 @@ def optimizer_state_dict(
         speaker.checkpoint_wait()
     flat: dict[str, Any] = {}
     problems: list[Problem] = []
+    local = fleet.local_leaves()
     for slot in fleet.slots:
         name = slot.names.canonical
         state = slot.state()
         problems += _lost_moments(slot, state)
-        problems += _put_state(flat, name, slot.parameter, state, spoken=slot.speaker is not None)
+        spoken = slot.speaker is not None
+        names = local.get(id(slot.optimizer), frozenset())
+        problems += _put_state(flat, name, slot.parameter, state, None if spoken else names)
         values = values_of(slot.group)
         if slot.speaker is not None:
             values = {key: value for key, value in values.items() if key not in state}
@@ -67,7 +70,7 @@ def optimizer_state_dict(
     for owner, _, group in fleet.empty_groups():
         problems += _put_group(flat, owner, values_of(group))
     for owner, _, state in fleet.globals():
-        problems += _put_state(flat, owner, None, state, spoken=False)
+        problems += _put_state(flat, owner, None, state, frozenset())
     if problems:
         raise SaveError(*problems)
     return flat
@@ -192,9 +195,9 @@ def _put_state(
     owner: str,
     parameter: Tensor | None,
     state: Mapping[Any, Any],
-    *,
-    spoken: bool,
+    local: frozenset[str] | None,
 ) -> list[Problem]:
+    """Put one owner's state into `flat`. `local` names its plain shards; None means all of them."""
     problems: list[Problem] = []
     leaves, node = flatten(state)
     forms: dict[str, Form] = {}
@@ -212,8 +215,8 @@ def _put_state(
                 )
             )
         elif isinstance(value, Tensor):
-            value, form = to_stored(parameter, value)
-            if form is not None and not (spoken and form == "local"):
+            value, form = to_stored(parameter, value, local is None or name in local)
+            if form is not None and not (local is None and form == "local"):
                 forms[name] = form
         flat[f"state.{owner}.{name}"] = value
     odd = node != default_node(leaves) and bool(state)

@@ -89,9 +89,10 @@ def load_optimizer_state_dict(
                 fix="leave the optimizer out of the load, or freeze them as in the saving run",
             )
         )
-    _plan_groups(fleet, known, owners, owned, state, keep, plan)
+    local = fleet.local_leaves()
+    _plan_groups(known, owners, owned, state, keep, plan)
     for slot in known:
-        _plan_state(slot, owned.state(owners[slot]), state, keep, plan)
+        _plan_state(slot, owned.state(owners[slot]), state, local, keep, plan)
     _plan_labels(fleet, owned, state, keep, plan)
     if plan.problems:
         raise MismatchError(*plan.problems)
@@ -116,7 +117,6 @@ def _said(plan: _Plan) -> list[str]:
 
 
 def _plan_groups(
-    fleet: Fleet,
     slots: Sequence[Slot],
     owners: Mapping[Slot, str | None],
     owned: Owned,
@@ -164,7 +164,12 @@ def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: _Plan
 
 
 def _plan_state(
-    slot: Slot, keys: Mapping[str, str], state: Mapping[str, Any], keep: Sequence[str], plan: _Plan
+    slot: Slot,
+    keys: Mapping[str, str],
+    state: Mapping[str, Any],
+    local: Mapping[int, frozenset[str]],
+    keep: Sequence[str],
+    plan: _Plan,
 ) -> None:
     name = slot.names.canonical
     group = plan.taken.groups.get((id(slot.optimizer), slot.group_index), slot.group)
@@ -172,7 +177,8 @@ def _plan_state(
     if slot.speaker is None:
         emptied = [emptied_problem(name, key, value) for key, value in live.items()]
         plan.problems += [problem for problem in emptied if problem is not None]
-    tree = _tree(slot.parameter, keys, state, live, slot.speaker is not None, plan)
+    names = local.get(id(slot.optimizer), frozenset()) if slot.speaker is None else None
+    tree = _tree(slot.parameter, keys, state, live, names, plan)
     if tree is None:
         return
     if not tree:
@@ -195,10 +201,13 @@ def _tree(
     keys: Mapping[str, str],
     state: Mapping[str, Any],
     live: Mapping[Any, Any],
-    spoken: bool,
+    local: frozenset[str] | None,
     plan: _Plan,
 ) -> dict[Any, Any] | None:
-    """The nested state of one owner from its flat values, or None after a problem."""
+    """The nested state of one owner from its flat values, or None after a problem.
+
+    `local` names the plain shards among `live`; None asks for plain shards throughout.
+    """
     before = len(plan.problems)
     flat = {suffix: state[key] for suffix, key in keys.items()}
     plan.problems += [_unread(keys[s]) for s, v in flat.items() if isinstance(v, Unread)]
@@ -223,8 +232,9 @@ def _tree(
         value = flat[name]
         if not isinstance(value, Tensor):
             return value
-        form = "local" if spoken else forms.get(name)
-        return from_stored(parameter, value, form, live.get(name))
+        if local is None:
+            return from_stored(parameter, value, "local")
+        return from_stored(parameter, value, forms.get(name), live.get(name), name in local)
 
     try:
         tree = rebuild(node, leaf)
@@ -297,7 +307,7 @@ def _plan_labels(
         plan.problems += problems
         plan.notes += notes
     for label, optimizer, live in fleet.globals():
-        tree = _tree(None, owned.state(owned.label_of(label)), state, live, False, plan)
+        tree = _tree(None, owned.state(owned.label_of(label)), state, live, frozenset(), plan)
         if tree:
             plan.taken.states.setdefault(id(optimizer), {}).update(tree)
         elif live:

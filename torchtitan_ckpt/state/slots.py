@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_ckpt.errors import Problem, SaveError, list_keys
+from torchtitan_ckpt.state.forms import local_leaves
+from torchtitan_ckpt.state.leaves import flatten
 from torchtitan_ckpt.state.names import Names, as_parts, parameter_names, strip_segments
 from torchtitan_ckpt.state.swapped import CheckpointableState
 
@@ -53,6 +56,15 @@ class Fleet:
     labels: tuple[str, ...]
     slots: tuple[Slot, ...]
     speakers: tuple[CheckpointableState, ...]
+
+    def local_leaves(self) -> dict[int, frozenset[str]]:
+        """Per optimizer (by id): names of its state that are plain shards of this rank."""
+        held: dict[int, list[tuple[Tensor, dict[str, Any]]]] = {}
+        for slot in self.slots:
+            if isinstance(slot.parameter, DTensor):
+                leaves, _ = flatten(slot.state())
+                held.setdefault(id(slot.optimizer), []).append((slot.parameter, leaves))
+        return {key: local_leaves(states) for key, states in held.items()}
 
     def empty_groups(self) -> Iterator[tuple[str, Optimizer, dict[str, Any]]]:
         """Groups without parameters, as (owner label, optimizer, group)."""
