@@ -77,12 +77,14 @@ def load_model_state_dict(
     live = model_state_dict(parts)
     problems = _meta_problems(parts)
     wanted = {key: value for key, value in live.items() if isinstance(value, Tensor)}
+    # A module's extra state may be None now and something in the checkpoint.
+    known = {key for part in parts for key in _part_state(part)}
     unexpected = sorted(
         key
-        for key in state.keys() - live.keys()
+        for key in state.keys() - known
         if not any(fnmatch.fnmatchcase(key, pattern) for pattern in ignore_unexpected)
     )
-    given = {key: value for key, value in state.items() if key in live}
+    given = {key: value for key, value in state.items() if key in known}
     given.update(_through_ties(wanted, given))
     missing = sorted(live.keys() - given.keys())
     problems += _key_problems(missing, unexpected)
