@@ -1,1 +1,105 @@
-"""pytest entry point of the conformance suite; light to import."""
+"""pytest entry point of the conformance suite; light to import.
+
+`pytest --pyargs conformance --ckpt-subject SUBJECT` runs the contract on subjects by name. This
+module imports neither torch nor the checks; both come with the first test that runs. It keeps one
+bench for each subject and process, so conversions are shared between the tests of a worker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conformance.contract import Check
+    from conformance.subject import Subject
+    from conformance.verdict import Cell
+
+_BENCHES: dict[int | str, Any] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("checkpoint conformance")
+    group.addoption(
+        "--ckpt-subject",
+        action="append",
+        default=[],
+        metavar="SUBJECT",
+        help="a subject of the conformance suite (repeatable): pkg.mod:NAME, a shipped "
+        "family, or titan:<model>/<flavor>",
+    )
+    group.addoption(
+        "--ckpt-check",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="only checks whose id matches (repeatable)",
+    )
+    group.addoption(
+        "--ckpt-level", type=int, default=None, metavar="N", help="only checks up to this level"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cells of the subjects named on the command line, for the suite's own test."""
+    if "ckpt_cell" not in metafunc.fixturenames:
+        return
+    from conformance.contract import select
+    from torchtitan_ckpt.errors import CheckpointError
+
+    config = metafunc.config
+    try:
+        chosen = select(config.getoption("--ckpt-check"), level=config.getoption("--ckpt-level"))
+    except CheckpointError as error:
+        raise pytest.UsageError(str(error)) from error
+    names = list(dict.fromkeys(config.getoption("--ckpt-subject")))
+    metafunc.parametrize(
+        "ckpt_cell",
+        [pytest.param(Runner(name, c), id=f"{name}::{c.id}") for name in names for c in chosen],
+    )
+
+
+class Runner:
+    """One cell as a callable: what a parametrized test calls."""
+
+    def __init__(self, subject: Subject | str, clause: Check) -> None:
+        self.subject = subject
+        self.clause = clause
+
+    def __call__(self) -> Cell:
+        cell = self.cell()
+        if cell.verdict in ("n/a", "blocked"):
+            pytest.skip(f"{cell.verdict}: {cell.reason}")
+        if cell.verdict == "xfail":
+            pytest.xfail(cell.reason)
+        if cell.bad:
+            pytest.fail(self._text(cell), pytrace=False)
+        return cell
+
+    def cell(self) -> Cell:
+        """Run the check on this process's bench for the subject."""
+        from conformance.engine import Bench, one_thread
+        from conformance.subjects import resolve
+        from torchtitan_ckpt.errors import CheckpointError
+
+        name = self.subject
+        key: int | str = name if isinstance(name, str) else id(name)
+        try:
+            if key not in _BENCHES:
+                subject = resolve(name) if isinstance(name, str) else name
+                _BENCHES[key] = Bench(subject)
+            with one_thread():
+                found: Cell = _BENCHES[key].run(self.clause)
+        except CheckpointError as error:
+            pytest.fail(str(error), pytrace=False)
+        return found
+
+    @staticmethod
+    def _text(cell: Cell) -> str:
+        from conformance.report_text import cell_text
+
+        return cell_text(cell)
+
+    def __repr__(self) -> str:
+        return f"<{self.clause.id}>"

@@ -1,0 +1,80 @@
+"""Chapter `dtypes`: no dtype changes unless it is declared, whatever the model's dtype is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from conformance.checks._words import by_words, count
+from conformance.lab import Lab
+from conformance.subject import matches, template_of
+from conformance.template import Leaf
+from conformance.verdict import Finding
+from torchtitan_ckpt.manifest import is_floating
+
+
+def policy(lab: Lab) -> Iterator[Finding]:
+    """Dtypes out are dtypes in: the model's own, all in bf16, and some pinned to fp32."""
+    seen: set[str] = set()
+    for name, native in _variants(lab):
+        out = lab.trace("to_hf", native)
+        wrong: dict[str, tuple[str, str]] = {}
+        for key, leaf in out.leaves.items():
+            kinds = {native[s].dtype for s in out.sources[key] if s in native}
+            want = _declared(lab, key) or (next(iter(kinds)) if len(kinds) == 1 else None)
+            if want and leaf.dtype != want and not lab.lossy(key):
+                wrong[key] = (want, leaf.dtype)
+        yield from _findings("to_hf", name, wrong, seen)
+        back = lab.trace("from_hf", out.leaves)
+        wrong = {}
+        for key, leaf in back.leaves.items():
+            kinds = {out.leaves[s].dtype for s in back.sources[key] if s in out.leaves}
+            if key not in native or not kinds or lab.lossy(key):
+                continue
+            if leaf.dtype != native[key].dtype and leaf.dtype not in kinds:
+                wrong[key] = (" or ".join(sorted({native[key].dtype, *kinds})), leaf.dtype)
+        yield from _findings("from_hf", name, wrong, seen)
+
+
+def _variants(lab: Lab) -> Iterator[tuple[str, Mapping[str, Leaf]]]:
+    def cast(leaf: Leaf, dtype: str) -> Leaf:
+        wide = leaf.dtype in ("float32", "bfloat16", "float16")
+        return Leaf(leaf.shape, dtype) if wide and is_floating(leaf.dtype) else leaf
+
+    yield "the model's own dtypes", lab.native
+    bf16 = {k: cast(leaf, "bfloat16") for k, leaf in lab.native.items()}
+    if bf16 != lab.native:
+        yield "a bf16 model", bf16
+    # Whole templates are pinned, so that no stack mixes dtypes.
+    pinned = set(sorted({template_of(k) for k in lab.native})[::3])
+    joined = {s for sources in lab.export.sources.values() if len(sources) > 1 for s in sources}
+    yield (
+        "a bf16 model with some tensors pinned to fp32",
+        {
+            k: cast(leaf, "float32" if template_of(k) in pinned and k not in joined else "bfloat16")
+            for k, leaf in lab.native.items()
+        },
+    )
+
+
+def _declared(lab: Lab, key: str) -> str | None:
+    pattern = matches(key, lab.may.dtypes)
+    return lab.may.dtypes[pattern] if pattern else None
+
+
+def _findings(
+    direction: str, name: str, wrong: Mapping[str, tuple[str, str]], seen: set[str]
+) -> Iterator[Finding]:
+    for (expected, actual), keys in by_words(wrong):
+        new = [key for key in keys if f"{direction} {key}" not in seen]
+        seen.update(f"{direction} {key}" for key in keys)
+        if new:
+            yield Finding(
+                what=f"{direction} changes the dtype of {count(len(new), 'tensor')}",
+                keys=tuple(new),
+                expected=f"{expected} ({name})",
+                actual=actual,
+                cause="an integer table is cast to a float: large values are lost"
+                if not is_floating(expected.split(" ")[0]) and is_floating(actual)
+                else "a cast that nobody declared",
+                remedy="keep the dtype, or declare it (dtypes)",
+            )

@@ -1,0 +1,283 @@
+"""Chapter `keys`: what goes in comes out, under the right names, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from conformance.checks._words import by_template, by_words, count
+from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
+from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
+from conformance.lab import Lab, NotApplicable
+from conformance.verdict import Finding
+from torchtitan_ckpt.errors import group_keys, nearest
+
+__all__ = [
+    "also_reads",
+    "exact",
+    "half_group",
+    "hf_only",
+    "high_numbers",
+    "import_",
+    "index",
+    "layers",
+    "leaves",
+    "lora_refused",
+    "partial",
+    "total",
+    "unknown_refused",
+]
+
+
+def leaves(lab: Lab) -> Iterator[Finding]:
+    """Both directions accept the whole model and return tensors under strings."""
+    for direction, trace in (("to_hf", lab.export), ("from_hf", lab.imported)):
+        for kind, keys in by_words(trace.odd):
+            yield Finding(
+                what=f"{direction} returned {count(len(keys), 'value')} that "
+                f"{'is no tensor' if len(keys) == 1 else 'are no tensors'}",
+                keys=tuple(keys),
+                expected="a torch.Tensor under a str",
+                actual=kind,
+                cause="a call without its brackets stores the method itself"
+                if "method" in kind
+                else "",
+                remedy="return tensors only",
+            )
+
+
+def total(lab: Lab) -> Iterator[Finding]:
+    """Every native element leaves, and leaves once."""
+    export, may = lab.export, lab.may
+    targets = export.targets()
+    lost = [
+        k
+        for k in lab.native
+        if k not in targets
+        and not lab.native_only(k)
+        and not (lab.alias(k) and targets.get(lab.alias(k) or ""))
+    ]
+    if lost:
+        used = [k for k in lab.native if k in targets]
+        groups = by_template(lost)
+        first = next(iter(groups))
+        yield Finding(
+            what=f"to_hf dropped {len(lost)} of {count(len(lab.native), 'native tensor')}",
+            keys=tuple(lost),
+            cause="no rule matches" + _near(first, [*used, *_names_known(lab)]),
+            remedy="update the rule, or declare the loss with a reason (native_only)",
+        )
+    for key, sources in export.sources.items():
+        if not sources and not lab.hf_only(key):
+            yield Finding(
+                what="to_hf wrote a tensor that no native tensor went into",
+                keys=(key,),
+                cause="a constant, or a cached tensor of another call",
+                remedy="write what is given, or declare it (hf_only)",
+            )
+    yield from _unequal(lab, targets, set(may.tied))
+
+
+def _unequal(lab: Lab, targets: dict[str, list[str]], aliases: set[str]) -> Iterator[Finding]:
+    """Elements out against elements in, for each set of keys that belong together."""
+    export = lab.export
+    wrong: dict[str, tuple[str, str, str]] = {}
+    seen: set[str] = set()
+    for key in lab.native:
+        if key in seen or key not in targets or lab.lossy(key):
+            continue
+        natives, files = {key}, set(targets[key])
+        while True:
+            grown = natives | {s for f in files for s in export.sources[f]}
+            files |= {t for n in grown for t in targets.get(n, ())}
+            if grown == natives:
+                break
+            natives = grown
+        seen |= natives
+        have = sum(export.leaves[f].numel for f in files)
+        want = sum(lab.native[n].numel for n in natives if n not in aliases)
+        extra = sum(
+            lab.native[a].numel
+            for a, s in lab.may.tied.items()
+            if a in lab.native and (a in natives or s in natives)
+        )
+        if have in (want, want + extra) or any(lab.lossy(f) for f in files):
+            continue
+        name = sorted(natives)[0]
+        shown = ", ".join(k for k, _ in group_keys(sorted(files))[:2])
+        wrong[name] = (
+            "fewer" if have < want else "more",
+            f"{want} elements",
+            f"{have} elements in {shown}",
+        )
+    for (less, want_text, have_text), keys in _by_kind(wrong):
+        verb = "part of the tensor is dropped" if less == "fewer" else "it is written twice"
+        yield Finding(
+            what=f"to_hf writes {less} elements of {count(len(keys), 'native tensor')} than it got",
+            keys=tuple(keys),
+            expected=want_text,
+            actual=have_text,
+            cause=f"{verb}: an alias or a copy nobody asked for" if less == "more" else verb,
+            remedy="write each element once; declare tied names (tied)",
+        )
+
+
+def _by_kind(
+    wrong: dict[str, tuple[str, str, str]],
+) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for key, (less, _, _) in wrong.items():
+        groups.setdefault((less, *by_template([key])), []).append(key)
+    for keys in groups.values():
+        yield wrong[keys[0]], keys
+
+
+def _names_known(lab: Lab) -> list[str]:
+    """Strings in the adapter's own tables: what it thinks the native names are."""
+    names: list[str] = []
+    for table in vars(lab.adapter()).values() if hasattr(lab.adapter(), "__dict__") else ():
+        if isinstance(table, dict):
+            names += [n for pair in table.items() for n in pair if isinstance(n, str)]
+    return names
+
+
+def _near(name: str, names: list[str]) -> str:
+    near = nearest(name, by_template(names))
+    return f"; nearest: {near} (renamed?)" if near else ""
+
+
+def exact(lab: Lab) -> Iterator[Finding]:
+    """The keys written are exactly those of an independent list."""
+    wanted, written = lab.hf.leaves, lab.export.leaves
+    lost = lab.native.keys() - lab.export.used()
+    missing = [k for k in wanted if k not in written and not lab.hf_only(k)]
+    extra = [k for k in written if k not in wanted and not lab.hf_only(k)]
+    # A key that is missing because its native tensor was dropped is `keys.total`'s finding.
+    if missing and not (lost and not extra):
+        near = nearest(missing[0], extra)
+        yield Finding(
+            what=f"to_hf does not write {len(missing)} of {count(len(wanted), 'key')} of the files",
+            keys=tuple(missing),
+            cause=f"written as {near} (renamed?)" if near else "no rule writes it",
+            remedy="correct the name, or declare the key (hf_only)",
+            oracle=lab.hf.source,
+        )
+    if extra:
+        near = nearest(extra[0], missing)
+        yield Finding(
+            what=f"to_hf writes {count(len(extra), 'key')} that the files do not have",
+            keys=tuple(extra),
+            cause=f"the files say {near}" if near else "a copy, an alias or a wrong name",
+            remedy="correct the name",
+            oracle=lab.hf.source,
+        )
+
+
+def import_(lab: Lab) -> Iterator[Finding]:
+    """`from_hf` returns the model's keys and uses every key it is given."""
+    back, exported = lab.imported, lab.export.used()
+    missing = [
+        k
+        for k in lab.native
+        if k in exported
+        and k not in back.leaves
+        and k not in back.odd
+        and not lab.native_only(k)
+        and not lab.alias(k)
+    ]
+    extra = [k for k in back.leaves if k not in lab.native]
+    unused = [
+        k
+        for k in lab.export.leaves
+        if k not in back.used() and k not in lab.hf_tied and not lab.hf_only(k)
+    ]
+    if missing:
+        near = nearest(missing[0], extra)
+        yield Finding(
+            what=f"from_hf does not return {len(missing)} of {len(lab.native)} native keys",
+            keys=tuple(missing),
+            cause=f"returned as {near} (renamed?)"
+            if near
+            else "the file's key is skipped without a word",
+            remedy="return it, or raise",
+        )
+    if extra:
+        yield Finding(
+            what=f"from_hf returns {count(len(extra), 'key')} that the model does not have",
+            keys=tuple(extra),
+            cause="a source kept beside what was made from it, or a wrong name",
+            remedy="return the model's keys only",
+        )
+    if unused and not missing:
+        yield Finding(
+            what=f"from_hf does not use {len(unused)} of {len(lab.export.leaves)} keys it is given",
+            keys=tuple(unused),
+            cause="the tensor is replaced by another or dropped",
+            remedy="use it, or declare it (hf_only)",
+        )
+
+
+def index(lab: Lab) -> Iterator[Finding]:
+    """`fqn_to_index_mapping` lists exactly the keys that are written."""
+    if not lab.takes_assets:
+        raise NotApplicable("the subject's adapter factory takes no hf_assets_path")
+    written = list(lab.export.leaves)
+    try:
+        listed = [*written, *(k for k in lab.hf.leaves if k not in written)]
+    except NotApplicable:
+        listed = list(written)
+    listed += [a for a in lab.may.tied if a not in listed and template_is_file_key(a, written)]
+    files = {key: number % 3 + 1 for number, key in enumerate(listed)}
+    with tempfile.TemporaryDirectory() as folder:
+        content = {
+            "metadata": {"total_size": 0},
+            "weight_map": {k: f"model-{n:05d}-of-00003.safetensors" for k, n in files.items()},
+        }
+        Path(folder, "model.safetensors.index.json").write_text(json.dumps(content))
+        adapter = lab.adapter(folder)
+        lab.convert("to_hf", _zeros(lab), adapter)
+    mapping = getattr(adapter, "fqn_to_index_mapping", None)
+    if not mapping:
+        yield Finding(
+            what="the adapter was given an index and has no fqn_to_index_mapping",
+            keys=tuple(written[:1]),
+            expected=f"{count(len(written), 'key')} with their file's number",
+            actual=repr(mapping),
+            remedy="read model.safetensors.index.json of hf_assets_path",
+        )
+        return
+    stale = [k for k in mapping if k not in written]
+    absent = [k for k in written if k not in mapping]
+    moved = [k for k in written if k in mapping and mapping[k] != files[k]]
+    for what, keys in (
+        ("lists {} that to_hf does not write", stale),
+        ("lacks {} that to_hf writes", absent),
+        ("puts {} into another file than the index it was given", moved),
+    ):
+        if keys:
+            yield Finding(
+                what="fqn_to_index_mapping " + what.format(count(len(keys), "key")),
+                keys=tuple(keys),
+                cause="the writer makes a file that nothing can open for a key that never comes"
+                if keys is stale
+                else "",
+                remedy="keep the map equal to what is written, in to_hf",
+            )
+
+
+def template_is_file_key(alias: str, written: list[str]) -> bool:
+    """Whether a tied native name may be a file key too: it has the shape of a top-level key."""
+    return alias.count(".") == 1 and any(key.count(".") <= 2 for key in written)
+
+
+def _zeros(lab: Lab) -> dict[str, object]:
+    import torch
+
+    from conformance.fingerprint import torch_dtype
+
+    return {
+        k: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device="meta")
+        for k, x in lab.native.items()
+    }

@@ -1,0 +1,319 @@
+"""Chapter `keys`, third part: numbers, groups, and parts of a model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from conformance.checks._words import by_template, count
+from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
+from conformance.search import subsets
+from conformance.subject import numbers_of, template_of
+from conformance.template import Leaf
+from conformance.trace import Trace
+from conformance.verdict import Finding
+
+
+def half_group(lab: Lab) -> Iterator[Finding]:
+    """A stack or a fused tensor with one member missing raises; it is not half filled."""
+    sides: tuple[tuple[Direction, Trace, Mapping[str, Leaf]], ...] = (
+        ("from_hf", lab.imported, lab.export.leaves),
+        ("to_hf", lab.export, lab.native),
+    )
+    groups = 0
+    accepted: dict[tuple[str, str], list[tuple[str, str, int]]] = {}
+    for direction, trace, leaves in sides:
+        tied = set(lab.may.tied) | set(lab.may.tied.values())
+        fused = {k: s for k, s in trace.sources.items() if len(s) > 1 and not s & tied}
+        for keys in by_template(fused).values():
+            groups += 1
+            # The last member of the last group: what a loop over "what is there" forgets.
+            target = keys[-1]
+            members = sorted(fused[target], key=lambda key: (template_of(key), numbers_of(key)))
+            for gone in dict.fromkeys((members[-1], members[0])):
+                outcome = _half(lab, direction, leaves, target, gone)
+                if outcome:
+                    accepted.setdefault((direction, outcome), []).append(
+                        (gone, target, len(members))
+                    )
+                    break
+    if not groups:
+        raise NotApplicable("no tensor is made from several others")
+    for (way, outcome), found in accepted.items():
+        yield Finding(
+            what=f"{way} accepts {count(len(found), 'group')} with one member missing",
+            keys=tuple(key for gone, target, _ in found for key in (target, gone)),
+            expected=f"an error that names {found[0][0]}, 1 of {found[0][2]}",
+            actual=f"{found[0][1]} {outcome}",
+            cause="an incomplete group is taken for a part of the model",
+            remedy="raise when some but not all members of a group are there",
+        )
+
+
+def _half(
+    lab: Lab, direction: Direction, leaves: Mapping[str, Leaf], target: str, gone: str
+) -> str:
+    """What became of a group without one member, or an empty string when it was refused."""
+    try:
+        out = lab.trace(direction, {key: leaf for key, leaf in leaves.items() if key != gone})
+    except AdapterRaised:
+        return ""
+    if target not in out.leaves:
+        return "is left out without a word"
+    whole = (
+        "of full size"
+        if out.leaves[target].shape
+        == (lab.native if direction == "from_hf" else lab.export.leaves)[target].shape
+        else "of another shape"
+    )
+    return f"is made without it, {whole}"
+
+
+def high_numbers(lab: Lab) -> Iterator[Finding]:
+    """Layer and expert numbers keep their order: 10 comes after 9, not after 1."""
+    layers = max((numbers_of(k)[0] for k in lab.native if numbers_of(k)), default=0)
+    pairs: dict[tuple[str, str], list[tuple[tuple[int, ...], str, str]]] = {}
+    for key, sources in lab.export.sources.items():
+        for source in sources:
+            if numbers_of(source) and numbers_of(key):
+                pairs.setdefault((template_of(source), template_of(key)), []).append(
+                    (numbers_of(source)[:1], source, key)
+                )
+    for rows in pairs.values():
+        yield from _order(sorted((n, numbers_of(key)[:1], s, key) for n, s, key in rows), "layer")
+    experts = 0
+    try:
+        for (_, rows_), stacked in _stacks(lab):
+            experts = max(experts, stacked)
+            yield from _order(rows_, "expert")
+    except NotApplicable:
+        lab.notes.append("expert order was not checked: the model is too large for values")
+    yield from _beyond(lab, layers)
+    if layers <= 9 and experts <= 10 and not _probe_layer(lab, layers):
+        raise NotApplicable(
+            f"the model has {layers + 1} layers and at most {experts} experts; "
+            "more than 10 of either are needed to show numbers sorted as text"
+        )
+
+
+def _order(
+    rows: list[tuple[tuple[int, ...], tuple[int, ...], str, str]], noun: str
+) -> Iterator[Finding]:
+    for (a, b, _, _), (c, d, source, key) in itertools.pairwise(rows):
+        if c > a and d < b:
+            text = sorted(str(row[0][0]) for row in rows) == [
+                str(row[0][0]) for row in sorted(rows, key=lambda r: r[1])
+            ]
+            yield Finding(
+                what=f"{noun} numbers change their order on export",
+                keys=(key,),
+                expected=f"after the {noun} that {a[0]} becomes ({b[0]})",
+                actual=f"{noun} {c[0]} of {source} becomes {d[0]}",
+                cause="numbers are sorted as text (10 before 2)"
+                if text
+                else "numbers are sorted or counted in another way than by value",
+                remedy="order by int(number)",
+            )
+            return
+
+
+def _stacks(
+    lab: Lab,
+) -> Iterator[tuple[tuple[str, list[tuple[tuple[int, ...], tuple[int, ...], str, str]]], int]]:
+    """For each stacked native tensor: (slice, file number) pairs, one per file tensor."""
+    done: set[str] = set()
+    for key, sources in lab.export.sources.items():
+        if len(sources) != 1 or key not in lab.value_hf:
+            continue
+        source = next(iter(sources))
+        if template_of(source) in done or len(numbers_of(key)) <= len(numbers_of(source)):
+            continue
+        done.add(template_of(source))
+        for name in (n for n in lab.value_native if template_of(n) == template_of(source)):
+            rows = []
+            for target in sorted(lab.export.targets()[name]):
+                numbers = lab.exported.get(target)
+                place = (
+                    lab.positions.place(int(numbers.reshape(-1)[0]))
+                    if (numbers is not None and numbers.numel())
+                    else None
+                )
+                if place and place.key == name and place.coordinate:
+                    rows.append((place.coordinate[:1], numbers_of(target)[-1:], name, target))
+            by_kind: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str, str]]] = {}
+            for row in rows:
+                by_kind.setdefault(template_of(row[3]), []).append(row)
+            for kind, found in by_kind.items():
+                yield (kind, sorted(found)), len(found)
+
+
+def _probe_layer(lab: Lab, layers: int) -> str:
+    """A key of a layer the adapter takes though the model lacks it, or an empty string."""
+    key = next((k for k in lab.native if numbers_of(k) and lab.export.targets().get(k)), "")
+    if not key:
+        return ""
+    high = _renumber(key, layers + 10)
+    try:
+        return high if lab.trace("to_hf", {high: lab.native[key]}).leaves else ""
+    except AdapterRaised:
+        return ""
+
+
+def _renumber(key: str, number: int) -> str:
+    numbers = numbers_of(key)
+    return template_of(key).format(number, *numbers[1:])
+
+
+def _beyond(lab: Lab, layers: int) -> Iterator[Finding]:
+    """Adapters that do not know their layer count are asked about a two-digit layer."""
+    high = _probe_layer(lab, layers)
+    if not high:
+        return
+    key = next(k for k in lab.native if numbers_of(k) and lab.export.targets().get(k))
+    wanted = {
+        (template_of(t), numbers_of(t)[0] + numbers_of(high)[0] - numbers_of(key)[0])
+        for t in lab.export.targets()[key]
+        if numbers_of(t)
+    }
+    written = lab.trace("to_hf", {high: lab.native[key]}).leaves
+    found = {(template_of(t), numbers_of(t)[0]) for t in written if numbers_of(t)}
+    if wanted and found != wanted:
+        yield Finding(
+            what="a layer number of two digits is not carried over",
+            keys=(high,),
+            expected=", ".join(t.format(n, 0, 0) for t, n in sorted(wanted)),
+            actual=", ".join(sorted(written)[:2]),
+            cause="the number is cut out of the key by position",
+            remedy="take the whole number",
+        )
+
+
+def layers(lab: Lab) -> Iterator[Finding]:
+    """All tensors of one native layer go to one and the same layer of the files."""
+    homes: dict[tuple[str, int], dict[tuple[str, int], list[str]]] = {}
+    for key, sources in lab.export.sources.items():
+        for source in sources:
+            if numbers_of(key) and numbers_of(source):
+                at = (template_of(source).partition("{}")[0], numbers_of(source)[0])
+                to = (template_of(key).partition("{}")[0], numbers_of(key)[0])
+                homes.setdefault(at, {}).setdefault(to, []).append(key)
+    wrong: dict[str, tuple[str, int, str]] = {}
+    for (name, number), places in homes.items():
+        prefixes: dict[str, list[tuple[int, list[str]]]] = {}
+        for (prefix, target), keys in places.items():
+            prefixes.setdefault(prefix, []).append((target, keys))
+        for prefix, found in prefixes.items():
+            if len(found) > 1:
+                usual = max(found, key=lambda pair: len(pair[1]))[0]
+                for target, keys in found:
+                    if target != usual:
+                        shown = f"{prefix}{usual} like the rest of {name}{number}"
+                        wrong.update(dict.fromkeys(keys, (shown, target, name)))
+    if not homes:
+        raise NotApplicable("no key carries a layer number on both sides")
+    for keys in by_template(wrong).values():
+        expected, target, _ = wrong[keys[0]]
+        yield Finding(
+            what=f"{count(len(keys), 'tensor')} end up in another layer than their neighbours",
+            keys=tuple(keys),
+            expected=expected,
+            actual=f"layer {target}",
+            cause="an index is off by one",
+            remedy="use one layer number for all tensors of a layer",
+        )
+
+
+def partial(lab: Lab) -> Iterator[Finding]:
+    """A part of the model in (a pipeline stage) gives that part out, the same as from the whole."""
+    if not lab.may.partial:
+        raise NotApplicable("the subject declares that partial dicts may be refused")
+    parts = _stages(lab.native)
+    if len(parts) < 2:
+        raise NotApplicable("the model has no layers to divide into stages")
+    seen: set[str] = set()
+    small = len(lab.export.leaves) <= 5000
+    components = _components(lab)
+    for name, keys in [*parts, *(subsets(components, lab.seed) if small else ())]:
+        chosen = {k for c in components if keys & c for k in c}
+        for finding in _part(lab, name, chosen):
+            if finding.what not in seen:
+                seen.add(finding.what)
+                yield finding
+
+
+def _stages(native: Mapping[str, Leaf]) -> list[tuple[str, set[str]]]:
+    layered = {k: numbers_of(k)[0] for k in native if numbers_of(k)}
+    if not layered:
+        return []
+    half = (max(layered.values()) + 1) // 2
+    loose = [k for k in native if k not in layered]
+    low = {k for k, n in layered.items() if n < half} | set(loose[: len(loose) // 2])
+    return [("the first half of the layers", low), ("the second half", set(native) - low)]
+
+
+def _components(lab: Lab) -> list[frozenset[str]]:
+    """Native keys that only convert together: parts of one file tensor, and tied names."""
+    groups: dict[str, set[str]] = {key: {key} for key in lab.native}
+
+    def join(keys: list[str]) -> None:
+        merged = set().union(*(groups[k] for k in keys))
+        for key in merged:
+            groups[key] = merged
+
+    for sources in lab.export.sources.values():
+        join([s for s in sources if s in groups])
+    for alias, source in lab.may.tied.items():
+        if alias in groups and source in groups:
+            join([alias, source])
+    return list(dict.fromkeys(frozenset(group) for group in groups.values()))
+
+
+def _part(lab: Lab, name: str, keys: set[str]) -> Iterator[Finding]:
+    state = {k: leaf for k, leaf in lab.native.items() if k in keys}
+    wanted = {k: s for k, s in lab.export.sources.items() if s and s <= keys}
+    try:
+        out = lab.trace("to_hf", state)
+    except AdapterRaised as error:
+        yield _refused("to_hf", name, state, error)
+        return
+    wrong = [k for k in wanted if out.sources.get(k) != wanted[k]]
+    wrong += [k for k in out.leaves if k not in wanted]
+    if wrong:
+        yield Finding(
+            what="to_hf converts a part of the model otherwise than the whole",
+            keys=tuple(wrong),
+            expected=f"what the whole model gives for {name} ({count(len(wanted), 'key')})",
+            actual=f"{count(len(out.leaves), 'key')}, {len(wrong)} of them missing or new",
+            cause="layers are counted, or a tensor outside the part is made up",
+            remedy="convert each key by itself",
+        )
+        return
+    back_wanted = {k for k, s in lab.imported.sources.items() if s and s <= wanted.keys()}
+    try:
+        back = lab.trace("from_hf", {k: lab.export.leaves[k] for k in wanted})
+    except AdapterRaised as error:
+        yield _refused("from_hf", name, dict.fromkeys(wanted), error)
+        return
+    wrong = sorted(set(back.leaves) ^ back_wanted)
+    if wrong:
+        yield Finding(
+            what="from_hf converts a part of the files otherwise than the whole",
+            keys=tuple(wrong),
+            expected=f"{count(len(back_wanted), 'key')} for {name}",
+            actual=count(len(back.leaves), "key"),
+            cause="layers are counted, or a tensor outside the part is made up",
+            remedy="convert each key by itself",
+        )
+
+
+def _refused(
+    direction: str, name: str, state: Mapping[str, object], error: AdapterRaised
+) -> Finding:
+    return Finding(
+        what=f"{direction} refuses a part of the model",
+        keys=tuple(state)[:1],
+        expected=f"{name} converted (a pipeline stage holds no more)",
+        actual=str(error),
+        cause="a tensor outside the stage is taken for granted",
+        remedy="convert what is there, or declare partial=False with a reason",
+    )

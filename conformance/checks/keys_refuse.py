@@ -1,0 +1,195 @@
+"""Chapter `keys`, second part: what must be refused, and what must be accepted besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from conformance.checks._words import by_template, count
+from conformance.fingerprint import bits
+from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
+from conformance.subject import numbers_of, template_of
+from conformance.template import Leaf
+from conformance.verdict import Finding
+
+_PROBE = Leaf((3, 5), "float32")
+
+
+def unknown_refused(lab: Lab) -> Iterator[Finding]:
+    """An unknown key raises, or comes out unchanged under its own name; it never vanishes."""
+    sides: list[tuple[Direction, Mapping[str, Leaf]]] = [
+        ("to_hf", _small(lab.native)),
+        ("from_hf", _small(lab.export.leaves)),
+    ]
+    for direction, leaves in sides:
+        yield from _probe(lab, direction, leaves, _unknown(list(leaves)))
+
+
+def lora_refused(lab: Lab) -> Iterator[Finding]:
+    """LoRA and PEFT keys raise; a checkpoint without them is not the one that was asked for."""
+    for direction, leaves in (("to_hf", lab.native), ("from_hf", lab.export.leaves)):
+        small = _small(leaves)
+        linear = [k for k in small if k.endswith(".weight") and len(small[k].shape) == 2]
+        if not linear:
+            continue
+        layered = [k for k in linear if numbers_of(k)] or linear
+        stem = layered[0].removesuffix(".weight")
+        names = {f"{stem}.lora_A.weight": layered[0], f"{stem}.lora_b.weight": layered[0]}
+        if direction == "from_hf":
+            names = {
+                f"base_model.model.{stem}.lora_A.weight": layered[0],
+                f"{stem}.lora_B.default.weight": layered[0],
+            }
+        yield from _probe(lab, direction, small, names)  # type: ignore[arg-type]
+
+
+def _unknown(keys: list[str]) -> dict[str, str]:
+    """Names that no adapter can know, each with the real key it was made from."""
+    names = {"gate_probe.weight": ""}
+    layered = [key for key in keys if numbers_of(key)]
+    if layered:
+        stem, _, leaf = layered[0].rpartition(".")
+        names[f"{stem}_gate_probe.{leaf}"] = layered[0]
+    deep = max(keys, key=lambda key: (len(numbers_of(key)), "expert" in key, len(key)))
+    stem, _, leaf = deep.rpartition(".")
+    # A rule anchored on a suffix misses the same tensor with another one.
+    names[f"{stem}.gate_probe_scale" if leaf == "weight" else f"{deep}_gate_probe"] = deep
+    return names
+
+
+def _probe(
+    lab: Lab, direction: Direction, leaves: Mapping[str, Leaf], names: Mapping[str, str]
+) -> Iterator[Finding]:
+    dropped, changed = [], {}
+    for name in names:
+        state = {k: _meta_or_small(leaf) for k, leaf in leaves.items()}
+        probe = torch.arange(1.0, 16.0).reshape(_PROBE.shape)
+        try:
+            out = lab.convert(direction, {**state, name: probe})
+        except AdapterRaised:
+            continue
+        found = [
+            k
+            for k, v in out.items()
+            if v.numel() == probe.numel()
+            and not v.is_meta
+            and v.dtype == probe.dtype
+            and torch.equal(bits(v).flatten(), bits(probe).flatten())
+        ]
+        if not found:
+            dropped.append(name)
+        elif name not in found:
+            changed[name] = found[0]
+    if dropped:
+        yield Finding(
+            what=f"{direction} dropped {len(dropped)} of {count(len(names), 'unknown key')} "
+            "without a word",
+            keys=tuple(dropped),
+            cause="a key that no rule matches is skipped",
+            remedy="raise an error that names the key",
+        )
+    for name, new in changed.items():
+        yield Finding(
+            what=f"{direction} renamed an unknown key",
+            keys=(name,),
+            actual=new,
+            cause="the rule matches part of a key, not the whole key",
+            remedy="match whole keys, and raise for the rest",
+        )
+
+
+def _meta_or_small(leaf: Leaf) -> torch.Tensor:
+    from conformance.fingerprint import torch_dtype
+
+    return torch.zeros(leaf.shape, dtype=torch_dtype(leaf.dtype), device="meta")
+
+
+def _small(leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
+    return leaves
+
+
+def hf_only(lab: Lab) -> Iterator[Finding]:
+    """Files may hold the declared extras; `from_hf` accepts them and returns the same model."""
+    if not lab.may.hf_only:
+        raise NotApplicable("no file-only keys are declared")
+    extras = _extras(lab)
+    state = {**lab.export.leaves, **extras}
+    for key, leaf in extras.items():
+        one = {k: v for k, v in state.items() if k not in extras or k == key}
+        try:
+            back = lab.trace("from_hf", one)
+        except AdapterRaised as error:
+            yield Finding(
+                what="from_hf refuses a key that published files hold",
+                keys=(key,),
+                expected=f"accepted and left out: {_reason(lab, key)}",
+                actual=str(error),
+                remedy="skip exactly the declared keys",
+            )
+            continue
+        new = back.leaves.keys() - lab.imported.leaves.keys()
+        if new:
+            yield Finding(
+                what="from_hf makes a native tensor from a key that means nothing to the model",
+                keys=(key, *sorted(new)),
+                expected=_reason(lab, key),
+                actual=f"shape {leaf.shape} as {', '.join(sorted(new))}",
+                remedy="skip exactly the declared keys",
+            )
+
+
+def _extras(lab: Lab) -> dict[str, Leaf]:
+    try:
+        listed = lab.hf.leaves
+    except NotApplicable:
+        listed = {}
+    found: dict[str, Leaf] = {}
+    for pattern in lab.may.hf_only:
+        keys = [k for k in listed if lab.hf_only(k) and k not in lab.export.leaves]
+        for key in [k for k in keys if _match(k, pattern)][:2] or [pattern.replace("*", "0")]:
+            found[key] = listed.get(key) or _PROBE
+    return {k: v for k, v in found.items() if k not in lab.export.leaves}
+
+
+def _match(key: str, pattern: str) -> bool:
+    from conformance.subject import matches
+
+    return matches(key, (pattern,)) is not None
+
+
+def _reason(lab: Lab, key: str) -> str:
+    return next((why for p, why in lab.may.hf_only.items() if _match(key, p)), "")
+
+
+def also_reads(lab: Lab) -> Iterator[Finding]:
+    """Declared older spellings give the same result as the canonical ones."""
+    if not lab.may.also_reads:
+        raise NotApplicable("no other spellings are declared")
+    for old, new in lab.may.also_reads.items():
+        for direction, leaves, known in (
+            ("from_hf", lab.export.leaves, lab.imported),
+            ("to_hf", lab.native, lab.export),
+        ):
+            keys = by_template(leaves).get(new, [])
+            if not keys:
+                continue
+            names = {key: old.format(*numbers_of(key)) for key in keys}
+            state = {names.get(k, k): leaf for k, leaf in leaves.items()}
+            try:
+                out = lab.trace(direction, state)  # type: ignore[arg-type]
+                problem = (
+                    ""
+                    if out.leaves.keys() == known.leaves.keys()
+                    else (f"{len(out.leaves)} keys instead of {len(known.leaves)}")
+                )
+            except AdapterRaised as error:
+                problem = str(error)
+            if problem:
+                yield Finding(
+                    what=f"{direction} does not read a declared spelling",
+                    keys=tuple(names.values()),
+                    expected=f"the same as {template_of(new)}",
+                    actual=problem,
+                    remedy="accept both spellings, write one",
+                )

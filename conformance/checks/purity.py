@@ -1,0 +1,202 @@
+"""Chapter `purity`: a conversion is a function of its argument and of nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from conformance.checks._words import by_words, count
+from conformance.fingerprint import State, bits, same_bits
+from conformance.lab import Direction, Lab
+from conformance.verdict import Finding
+
+
+def _sides(lab: Lab, salt: int) -> list[tuple[Direction, State]]:
+    return [
+        ("to_hf", lab.noise(lab.value_native, salt)),
+        ("from_hf", lab.noise(lab.value_hf, salt)),
+    ]
+
+
+def input_unchanged(lab: Lab) -> Iterator[Finding]:
+    """The caller's dict keeps its keys and its tensors, and the tensors keep their bytes."""
+    for direction, state in _sides(lab, 10):
+        before = {k: v.clone() for k, v in state.items()}
+        given = dict(state)
+        lab.call(direction, given)
+        wrong = {
+            k: "its bytes are overwritten" for k in state if not same_bits(before[k], state[k])
+        }
+        if not lab.may.consumes_input:
+            wrong |= {k: "added to the caller's dict" for k in given if k not in state}
+            wrong |= {k: "removed from the caller's dict" for k in state if k not in given}
+            wrong |= {
+                k: "replaced in the caller's dict"
+                for k in given
+                if k in state and given[k] is not state[k]
+            }
+        for words, keys in by_words(wrong):
+            yield Finding(
+                what=f"{direction} changes its argument",
+                keys=tuple(keys),
+                expected="the caller's dict as it was",
+                actual=words,
+                remedy="work on a copy of the dict, and never write into a tensor",
+            )
+
+
+def stateless(lab: Lab) -> Iterator[Finding]:
+    """What another instance, or the other direction, saw before does not matter."""
+    (_, native), (_, files) = _sides(lab, 11)
+    (_, native_two), (_, files_two) = _sides(lab, 12)
+    adapter = lab.adapter()
+    lab.convert("to_hf", native_two, adapter)
+    yield from _compare(
+        "from_hf after to_hf of another model",
+        lab.convert("from_hf", files),
+        lab.convert("from_hf", files, adapter),
+    )
+    adapter = lab.adapter()
+    lab.convert("from_hf", files_two, adapter)
+    yield from _compare(
+        "to_hf after from_hf of other files",
+        lab.convert("to_hf", native),
+        lab.convert("to_hf", native, adapter),
+    )
+
+
+def repeat(lab: Lab) -> Iterator[Finding]:
+    """A second call on one instance gives what a first call gives."""
+    for (direction, state), (_, other) in zip(_sides(lab, 13), _sides(lab, 14), strict=True):
+        adapter = lab.adapter()
+        first = lab.convert(direction, state, adapter)
+        fresh = lab.convert(direction, other)
+        yield from _compare(f"a second {direction}", fresh, lab.convert(direction, other, adapter))
+        again = lab.convert(direction, state, adapter)
+        yield from _compare(f"a third {direction}", first, again)
+
+
+def order(lab: Lab) -> Iterator[Finding]:
+    """Shuffled and reversed dicts give the same tensors."""
+    for direction, state in _sides(lab, 15):
+        wanted = lab.convert(direction, state)
+        shuffled = list(state)
+        random.Random(lab.seed).shuffle(shuffled)
+        for name, keys in (("reversed", list(state)[::-1]), ("shuffled", shuffled)):
+            out = lab.convert(direction, {k: state[k] for k in keys})
+            found = list(_compare(f"{direction} of a {name} dict", wanted, out))
+            yield from found
+            if found:
+                break
+
+
+def _compare(what: str, wanted: State, have: State) -> Iterator[Finding]:
+    wrong = {}
+    for key, value in wanted.items():
+        if key not in have:
+            wrong[key] = "left out"
+        elif tuple(have[key].shape) != tuple(value.shape):
+            wrong[key] = f"shape {tuple(have[key].shape)}"
+        elif not same_bits(value, have[key]):
+            wrong[key] = "another value"
+    wrong |= {k: "a new key" for k in have if k not in wanted}
+    for words, keys in by_words(wrong):
+        yield Finding(
+            what=f"{what} gives {count(len(keys), 'tensor')} otherwise",
+            keys=tuple(keys),
+            expected="what a first call of a fresh adapter gives in the model's order",
+            actual=words,
+            cause="the order of the dict is used"
+            if "dict" in what
+            else "something is kept on the adapter or its class",
+            remedy="find members by number, not by position"
+            if "dict" in what
+            else "keep nothing between calls",
+        )
+
+
+def aliasing(lab: Lab) -> Iterator[Finding]:
+    """No two outputs share an element; sharing a storage without overlap is fine."""
+    for direction, state in _sides(lab, 16):
+        out = lab.convert(direction, state)
+        tied = {*lab.may.tied, *lab.may.tied.values(), *lab.hf_tied, *lab.hf_tied.values()}
+        storages: dict[int, list[str]] = {}
+        for key, value in out.items():
+            if value.numel() and value.layout == torch.strided:
+                storages.setdefault(value.untyped_storage().data_ptr(), []).append(key)
+        for keys in storages.values():
+            pair = _overlap(out, keys)
+            if pair and not (pair[0] in tied and pair[1] in tied):
+                yield Finding(
+                    what=f"two tensors that {direction} returns share elements",
+                    keys=pair,
+                    expected="each element in one output",
+                    actual="writing one changes the other; safetensors refuses to save them",
+                    cause="one tensor under two names, or overlapping views",
+                    remedy="return one of them, or a copy; declare tied names (tied)",
+                )
+
+
+def _overlap(out: Mapping[str, torch.Tensor], keys: list[str]) -> tuple[str, str] | None:
+    if len(keys) < 2:
+        return None
+    owner: dict[int, str] = {}
+    size = max(_end(out[k]) for k in keys)
+    marks = torch.zeros(size, dtype=torch.int32)
+    for number, key in enumerate(keys, 1):
+        value = out[key]
+        width = value.element_size()
+        if value.storage_offset() * width % width:
+            return None
+        view = marks.as_strided(value.shape, value.stride(), value.storage_offset())
+        if bool((view != 0).any()):
+            return owner[int(view[view != 0].reshape(-1)[0])], key
+        view.fill_(number)
+        owner[number] = key
+    return None
+
+
+def _end(value: torch.Tensor) -> int:
+    span = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return int(value.storage_offset() + span + 1)
+
+
+def contiguous_when_saved(lab: Lab) -> Iterator[Finding]:
+    """Saved through safetensors as a writer does it, an output holds its values, and no more."""
+    from safetensors.torch import load as read
+    from safetensors.torch import save as write
+
+    out = lab.convert("to_hf", lab.noise(lab.value_native, 17))
+    wrong: dict[str, tuple[str, str]] = {}
+    for key, value in out.items():
+        if value.layout != torch.strided or value.device.type == "meta":
+            wrong[key] = ("a dense tensor", f"{value.layout} on {value.device.type}")
+            continue
+        try:
+            saved = read(write({key: _as_writer(value)}))[key]
+        except (RuntimeError, ValueError, KeyError) as error:
+            wrong[key] = ("a tensor that safetensors saves", str(error).splitlines()[0][:120])
+            continue
+        if not torch.equal(bits(saved), bits(value)):
+            wrong[key] = ("the values of the output", _why(value))
+    for (expected, actual), keys in by_words(wrong):
+        yield Finding(
+            what=f"{count(len(keys), 'output')} of to_hf cannot be saved as they are",
+            keys=tuple(keys),
+            expected=expected,
+            actual=actual,
+            cause="the tensor's memory does not hold its values",
+            remedy="return ordinary tensors (clone a lazily negated or conjugated view)",
+        )
+
+
+def _as_writer(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value if value.is_contiguous() else value.contiguous()
+
+
+def _why(value: Any) -> str:
+    return "the sign is lost: a lazily negated view" if value.is_neg() else "other bytes"

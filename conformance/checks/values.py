@@ -1,0 +1,333 @@
+"""Chapter `values`: every element arrives where it belongs, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from conformance.checks._words import by_words, count
+from conformance.checks.values_flow import dtensor, load, tied
+from conformance.compare import explain
+from conformance.fingerprint import Positions, State, same_bits
+from conformance.lab import AdapterRaised, Direction, Lab
+from conformance.template import Leaf
+from conformance.verdict import Finding
+from torchtitan_ckpt.manifest import is_floating
+
+__all__ = [
+    "dtensor",
+    "hf_round_trip",
+    "load",
+    "native_round_trip",
+    "pinned_export",
+    "pinned_import",
+    "provenance",
+    "tied",
+]
+
+
+def pinned_export(lab: Lab) -> Iterator[Finding]:
+    """Elements written against those that the reference writes."""
+    theirs = lab.decoded("to_hf", lab.positions, lab.reference)
+    shared = {k for k in theirs if k in lab.exported}
+    yield from _differences(
+        "to_hf",
+        lab.positions,
+        {k: theirs[k] for k in shared},
+        lab.exported,
+        f"reference {lab.reference.name}",
+        lab,
+    )
+
+
+def pinned_import(lab: Lab) -> Iterator[Finding]:
+    """Elements read against those that the reference reads from the same files."""
+    positions = lab.hf_positions
+    known = set(lab._trace_with(lab.reference, "to_hf", lab.value_native).leaves)
+    if known - positions.leaves.keys():
+        # The reference wants keys that the adapter does not write; `keys.exact` says so.
+        full = {
+            **positions.leaves,
+            **{
+                k: leaf
+                for k, leaf in lab._trace_with(
+                    lab.reference, "to_hf", lab.value_native
+                ).leaves.items()
+                if k not in positions.leaves
+            },
+        }
+        theirs_at = Positions({**positions.leaves, **full}, lab.hf_tied)
+    else:
+        theirs_at = Positions(positions.leaves, lab.hf_tied)
+    fed = {k: v for k, v in theirs_at.leaves.items() if k in known}
+    theirs = _decode_part(lab, theirs_at, fed)
+    comparable = {
+        k
+        for k in theirs
+        if k in lab.read and lab.imported.sources.get(k, frozenset()) <= known and not lab.alias(k)
+    }
+    yield from _differences(
+        "from_hf",
+        positions,
+        {k: theirs[k] for k in comparable},
+        lab.read,
+        f"reference {lab.reference.name}",
+        lab,
+    )
+
+
+def _decode_part(lab: Lab, positions: Positions, fed: Mapping[str, Leaf]) -> State:
+    digits: dict[str, list[torch.Tensor]] = {}
+    for which in range(positions.passes):
+        state = {k: v for k, v in positions.state(which).items() if k in fed}
+        for key, value in lab.reference.from_hf(state).items():
+            digits.setdefault(key, []).append(value)
+    return {k: positions.decode(v) for k, v in digits.items()}
+
+
+def _differences(
+    direction: Direction,
+    positions: Positions,
+    wanted: Mapping[str, torch.Tensor],
+    have: Mapping[str, torch.Tensor],
+    oracle: str,
+    lab: Lab,
+) -> Iterator[Finding]:
+    wrong: dict[str, str] = {}
+    details = {}
+    for key, expected in wanted.items():
+        actual = have[key]
+        # Another shape is the finding of `shapes`.
+        if lab.lossy(key) or actual.shape != expected.shape or torch.equal(actual, expected):
+            continue
+        found = explain(positions, expected, actual)
+        # Numbers in the cause differ from layer to layer; the template of the words does not.
+        from conformance.subject import template_of
+
+        wrong[key] = template_of(found.cause)
+        details[key] = found
+    for _, keys in by_words(wrong):
+        first = details[keys[0]]
+        yield Finding(
+            what=f"{direction} puts other elements into {count(len(keys), 'tensor')}",
+            keys=tuple(keys),
+            coordinate=first.coordinate,
+            expected=first.expected,
+            actual=first.actual,
+            cause=first.cause,
+            remedy="compare this direction with the oracle alone: a round trip cannot see it",
+            oracle=oracle,
+        )
+
+
+def provenance(lab: Lab) -> Iterator[Finding]:
+    """Each element written is an element of the tensors its key is made from, once."""
+    wrong: dict[str, tuple[str, str, str]] = {}
+    for key, numbers in lab.exported.items():
+        sources = lab.export.sources.get(key, frozenset())
+        flat = numbers.reshape(-1)
+        if not flat.numel() or lab.lossy(key) or _cast(lab, key) or not sources:
+            continue
+        allowed = sources | {lab.alias(s) or s for s in sources}
+        within, distinct = _within(lab.positions, flat, allowed)
+        if within and distinct == flat.numel():
+            continue
+        owners = lab.positions.owners(flat)
+        unknown = int((flat == 0).sum())
+        if unknown or owners - allowed:
+            first = int((flat == 0).int().argmax()) if unknown else 0
+            wrong[key] = (
+                str([first]),
+                f"an element of {', '.join(sorted(sources)[:3])}",
+                f"{unknown} of {flat.numel()} elements hold a value that no input holds"
+                if unknown
+                else f"values of {', '.join(sorted(owners - allowed)[:3])}",
+            )
+        else:
+            wrong[key] = (
+                "",
+                "each element once",
+                f"{flat.numel() - distinct} elements repeat others",
+            )
+    for (coordinate, expected, actual), keys in _grouped(wrong):
+        yield Finding(
+            what=f"to_hf changes the values of {count(len(keys), 'tensor')}",
+            keys=tuple(keys),
+            coordinate=coordinate,
+            expected=expected,
+            actual=actual,
+            cause="arithmetic on the way, or a slice written twice",
+            remedy="move elements only, or declare the rule (lossy) with a reason",
+        )
+    yield from _lost(lab)
+
+
+def _within(
+    positions: Positions, flat: torch.Tensor, keys: set[str] | frozenset[str]
+) -> tuple[bool, int]:
+    """Whether all numbers belong to `keys`, and how many are distinct. Linear, not sorted."""
+    distinct = 0
+    inside = torch.zeros(flat.shape, dtype=torch.bool)
+    for key in {positions.source(k) for k in keys}:
+        base, size = positions.span(key)
+        here = (flat >= base) & (flat < base + size)
+        inside |= here
+        seen = torch.zeros(size, dtype=torch.bool)
+        seen[flat[here] - base] = True
+        distinct += int(seen.sum())
+    return bool(inside.all()), distinct
+
+
+def _grouped(
+    wrong: Mapping[str, tuple[str, str, str]],
+) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
+    from conformance.checks._words import by_template
+
+    for keys in by_template(wrong).values():
+        yield wrong[keys[0]], keys
+
+
+def _lost(lab: Lab) -> Iterator[Finding]:
+    """Two files of one source must not hold the same slice, while another slice is lost."""
+    written: dict[str, list[str]] = {}
+    for key, sources in lab.export.sources.items():
+        if len(sources) == 1 and key in lab.exported:
+            written.setdefault(next(iter(sources)), []).append(key)
+    for source, keys in written.items():
+        total = sum(lab.exported[k].numel() for k in keys)
+        if len(keys) < 2 or source not in lab.positions.leaves or lab.lossy(source):
+            continue
+        if any(lab.lossy(k) or _cast(lab, k) for k in keys):
+            continue
+        flat = torch.cat([lab.exported[k].reshape(-1) for k in keys])
+        within, distinct = _within(lab.positions, flat, {source})
+        if within and distinct < total and total == lab.positions.leaves[source].numel:
+            twice = next(
+                (
+                    k
+                    for i, k in enumerate(keys)
+                    for other in keys[:i]
+                    if torch.equal(lab.exported[k], lab.exported[other])
+                ),
+                keys[-1],
+            )
+            yield Finding(
+                what=f"to_hf writes {total - distinct} elements twice and loses as many",
+                keys=(twice, source),
+                expected="each slice of the source once",
+                actual=f"{twice} repeats another slice",
+                cause="an index that does not run over all slices",
+                remedy="write every slice once",
+            )
+
+
+def _cast(lab: Lab, key: str) -> bool:
+    """Whether a key changes between float and integer: the finding of `dtypes`."""
+    kinds = {is_floating(lab.native[s].dtype) for s in lab.export.sources[key] if s in lab.native}
+    return bool(kinds) and kinds != {is_floating(lab.export.leaves[key].dtype)}
+
+
+def native_round_trip(lab: Lab) -> Iterator[Finding]:
+    """`from_hf(to_hf(x))` gives back every bit of x."""
+    state = lab.noise(lab.value_native)
+    adapter = lab.adapter()
+    back = lab.convert("from_hf", lab.convert("to_hf", state, adapter), adapter)
+    yield from _bits(lab, "from_hf(to_hf(x))", lab.value_native, state, back, lab.positions)
+
+
+def hf_round_trip(lab: Lab) -> Iterator[Finding]:
+    """`to_hf(from_hf(y))` gives back every bit of y, where y is what published files hold."""
+    leaves = {k: _as_published(lab, k, leaf) for k, leaf in lab.value_hf.items()}
+    state = lab.noise(leaves, salt=1)
+    adapter = lab.adapter()
+    there = lab.convert("from_hf", state, adapter)
+    # Native keys that no file holds keep the model's own values.
+    kept = lab.noise({k: v for k, v in lab.value_native.items() if k not in there}, salt=2)
+    back = lab.convert("to_hf", {**there, **kept}, adapter)
+    yield from _bits(lab, "to_hf(from_hf(y))", leaves, state, back, lab.hf_positions)
+
+
+def _as_published(lab: Lab, key: str, leaf: Leaf) -> Leaf:
+    """Files are bf16 except where the list, or a declared policy, says otherwise."""
+    try:
+        listed = lab.hf.leaves.get(key)
+    except Exception:
+        listed = None
+    if leaf.dtype not in ("float32", "bfloat16", "float16"):
+        return leaf
+    declared = any(key == k for k in lab.may.dtypes)
+    if declared or (listed is not None and listed.dtype == "float32"):
+        return leaf
+    return Leaf(leaf.shape, "bfloat16")
+
+
+def _bits(
+    lab: Lab, what: str, leaves: Mapping[str, Leaf], sent: State, back: State, positions: Positions
+) -> Iterator[Finding]:
+    wrong: dict[str, tuple[str, str]] = {}
+    details: dict[str, tuple[str, str, str]] = {}
+    for key, value in sent.items():
+        # Missing keys and other shapes are the findings of `keys` and `shapes`.
+        if key not in back or lab.lossy(key) or lab.native_only(key):
+            continue
+        if back[key].numel() != value.numel() or same_bits(value, back[key]):
+            continue
+        if back[key].dtype != value.dtype:
+            name = str(value.dtype).removeprefix("torch.")
+            details[key] = ("", name, str(back[key].dtype).removeprefix("torch."))
+            wrong[key] = ("dtype", "the dtype changed on the way")
+            continue
+        flat, other = value.reshape(-1), back[key].reshape(-1)
+        from conformance.fingerprint import bits
+
+        first = int((bits(flat) != bits(other)).int().argmax())
+        at = torch.unravel_index(torch.tensor(first), value.shape) if value.dim() else ()
+        details[key] = (
+            str([int(i) for i in at]),
+            str(flat[first].item()),
+            str(other[first].item()),
+        )
+        same_set = torch.equal(bits(flat).sort().values, bits(other).sort().values)
+        wrong[key] = ("order", "") if same_set else ("values", "precision or a bit is lost")
+    moved = {k for k, (kind, _) in wrong.items() if kind == "order"}
+    causes = _why(lab, positions, moved)
+    for (kind, cause), keys in by_words(wrong):
+        coordinate, expected, actual = details[keys[0]]
+        yield Finding(
+            what=f"{what} is not x for {count(len(keys), 'tensor')}"
+            if kind != "dtype"
+            else f"{what} changes the dtype of {count(len(keys), 'tensor')}",
+            keys=tuple(keys),
+            coordinate=coordinate,
+            expected=expected,
+            actual=actual,
+            cause=cause or causes.get(keys[0], "elements are reordered"),
+            remedy="make one direction the exact inverse of the other, or declare the loss (lossy)",
+        )
+
+
+def _why(lab: Lab, positions: Positions, keys: set[str]) -> dict[str, str]:
+    """Causes of a failed round trip, found by sending element numbers round."""
+    if not keys:
+        return {}
+    native = positions is lab.positions
+    first: Direction = "to_hf" if native else "from_hf"
+    second: Direction = "from_hf" if native else "to_hf"
+    digits: dict[str, list[torch.Tensor]] = {}
+    try:
+        for which in range(positions.passes):
+            adapter = lab.adapter()
+            out = lab.convert(first, positions.state(which), adapter)
+            for key, value in lab.convert(second, out, adapter).items():
+                if key in keys:
+                    digits.setdefault(key, []).append(value)
+    except AdapterRaised:
+        return {}
+    causes = {}
+    for key, values in digits.items():
+        if len(values) == positions.passes:
+            numbers = positions.decode(values)
+            if numbers.numel() == positions.leaves[key].numel:
+                causes[key] = explain(positions, positions.numbers(key), numbers).cause
+    return causes

@@ -1,0 +1,211 @@
+"""Chapter `values`, second part: ties, the trainer's load, and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from conformance.checks._words import by_words, count
+from conformance.fingerprint import State, same_bits
+from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
+from conformance.verdict import Finding
+
+
+def tied(lab: Lab) -> Iterator[Finding]:
+    """A declared pair comes back equal; other equal-shaped pairs are not copied over each other."""
+    pairs = {a: s for a, s in lab.may.tied.items() if a in lab.native and s in lab.native}
+    if not pairs:
+        raise NotApplicable("no tied names are declared")
+    aliases = {a: lab.export.targets().get(a, []) for a in pairs}
+    files = lab.noise(lab.value_hf, salt=3)
+    for alias, source in pairs.items():
+        alone = {k: v for k, v in files.items() if k not in aliases[alias]}
+        try:
+            back = lab.convert("from_hf", alone)
+        except AdapterRaised as error:
+            yield Finding(
+                what="from_hf refuses files that hold a tied parameter once",
+                keys=(alias, source),
+                expected=f"{alias} filled from {source}",
+                actual=str(error),
+                remedy="fill the alias from its source",
+            )
+            continue
+        if alias not in back or source not in back or not same_bits(back[alias], back[source]):
+            yield Finding(
+                what="a tied parameter is not filled when files hold it once",
+                keys=(alias, source),
+                expected=f"{alias} equal to {source}",
+                actual="left out" if alias not in back else "another value",
+                cause="the model keeps the alias at its initial value",
+                remedy="fill the alias from its source",
+            )
+
+
+def load(lab: Lab) -> Iterator[Finding]:
+    """What a trainer does: export a model full of NaN, fill those tensors in place, import."""
+    leaves = lab.value_native
+    hole: State = {}
+    for key, leaf in leaves.items():
+        value = lab.noise({key: leaf})[key]
+        floating = value.is_floating_point() and value.element_size() > 1
+        hole[key] = torch.full_like(value, float("nan")) if floating else torch.zeros_like(value)
+    expected = lab.noise(leaves, salt=4)
+    files = lab.convert("to_hf", expected)
+    adapter = lab.adapter()
+    targets = lab.convert("to_hf", hole, adapter)
+    lost = [k for k in files if k not in targets]
+    if lost:
+        yield Finding(
+            what=f"to_hf does not ask for {count(len(lost), 'key')} when the model is full of NaN",
+            keys=tuple(lost),
+            expected="the same keys whatever the values are",
+            actual=f"{len(targets)} of {count(len(files), 'key')}",
+            cause="keys are chosen by value",
+            remedy="choose keys by name",
+        )
+        return
+    for key, target in targets.items():
+        if key not in files or target.shape != files[key].shape:
+            continue
+        try:
+            with torch.no_grad():
+                target.copy_(files[key])
+        except RuntimeError as error:
+            yield Finding(
+                what="a reader cannot fill what to_hf returned",
+                keys=(key,),
+                expected="a tensor that can be written in place",
+                actual=str(error).splitlines()[0],
+                cause="an expanded tensor: several elements share one place",
+                remedy="return a tensor of its own memory",
+            )
+            return
+    back = lab.convert("from_hf", targets, adapter)
+    bad = {}
+    fresh = lab.convert("from_hf", files)
+    for key, value in fresh.items():
+        if key in back and back[key].shape == value.shape and not same_bits(back[key], value):
+            nan = back[key].is_floating_point() and bool(back[key].isnan().any())
+            bad[key] = "NaN is left: nobody wrote there" if nan else "another value"
+    for words, keys in by_words(bad):
+        yield Finding(
+            what=f"a load in place leaves {count(len(keys), 'tensor')} wrong",
+            keys=tuple(keys),
+            expected="the values of the files",
+            actual=words,
+            cause="from_hf returns what to_hf saw, or two targets share memory",
+            remedy="make from_hf depend on its argument only",
+        )
+
+
+def dtensor(lab: Lab) -> Iterator[Finding]:
+    """On a mesh of one rank, DTensors give the values that plain tensors give."""
+    state = lab.noise(lab.value_native, salt=5)
+    plain = lab.convert("to_hf", state)
+    plain_back = lab.convert("from_hf", plain)
+    with _one_rank():
+        for name, placements, mesh in _placements():
+            sharded = {k: _distribute(v, mesh, placements) for k, v in state.items()}
+            adapter = lab.adapter()
+            try:
+                out = lab.call("to_hf", sharded, adapter)
+                yield from _same(lab, "to_hf", name, plain, out)
+                back = lab.call("from_hf", dict(out), adapter)
+                yield from _same(lab, "from_hf", name, plain_back, back)
+            except AdapterRaised as error:
+                yield Finding(
+                    what=f"{error.direction} refuses DTensors ({name})",
+                    keys=_blamed(lab, error, state),
+                    expected="what plain tensors give",
+                    actual=str(error),
+                    cause="a path that only DTensors take",
+                    remedy="run each rule on DTensors too",
+                )
+
+
+def _blamed(lab: Lab, error: AdapterRaised, state: State) -> tuple[str, ...]:
+    """The first key that makes a conversion of DTensors raise by itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    if error.direction != "to_hf":
+        return tuple(list(state)[:1])
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    for key, value in state.items():
+        try:
+            lab.call("to_hf", {key: _distribute(value, mesh, (Replicate(), Shard(0)))})
+        except AdapterRaised as again:
+            if type(again.error) is type(error.error) and lab.export.targets().get(key):
+                return (key,)
+    return tuple(list(state)[:1])
+
+
+def _distribute(value: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if value.dim() == 0:
+        placements = [Replicate()] * len(placements)
+    # One rank: the local tensor is the whole one, so no communication and no copy.
+    return DTensor.from_local(value.clone(), mesh, list(placements), run_check=False)
+
+
+def _placements() -> Iterator[tuple[str, Any, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    fsdp = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    yield "Shard(0)", (Shard(0),), fsdp
+    hsdp = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    yield "Replicate, Shard(0)", (Replicate(), Shard(0)), hsdp
+
+
+def _same(
+    lab: Lab, direction: Direction, name: str, plain: State, out: Mapping[str, Any]
+) -> Iterator[Finding]:
+    from torch.distributed.tensor import DTensor
+
+    wrong: dict[str, tuple[str, str]] = {}
+    for key, value in plain.items():
+        got = out.get(key)
+        full = got.full_tensor() if isinstance(got, DTensor) else got
+        if not isinstance(full, torch.Tensor):
+            wrong[key] = ("a tensor", type(got).__name__ if key in out else "left out")
+        elif tuple(full.shape) != tuple(value.shape):
+            wrong[key] = (f"shape {tuple(value.shape)}", f"shape {tuple(full.shape)}")
+        elif not same_bits(full, value):
+            wrong[key] = ("the value of the plain tensor", "another value")
+    wrong.update({k: ("no such key", "a new key") for k in out if k not in plain})
+    for (expected, actual), keys in by_words(wrong):
+        yield Finding(
+            what=f"{direction} gives {count(len(keys), 'DTensor')} otherwise ({name})",
+            keys=tuple(keys),
+            expected=expected,
+            actual=actual,
+            cause="a path that only DTensors take",
+            remedy="run each rule on DTensors too",
+        )
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A gloo group of one, unless a group is there already; that one is left as it is."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise NotApplicable("this torch has no torch.distributed")
+    if dist.is_initialized():
+        if dist.get_world_size() != 1:
+            raise NotApplicable("a process group of several ranks is already there")
+        yield
+        return
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

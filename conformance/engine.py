@@ -1,0 +1,214 @@
+"""Runs subjects through the contract: `check()`.
+
+Cheapest level first; a check whose input is missing is n/a with the reason, a check after a failed
+one is blocked, a check that raises by itself is an error of the gate. Nothing disappears.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from conformance.contract import CONTRACT, VERSION, Check, known, select
+from conformance.lab import MAX_ELEMENTS, AdapterRaised, Lab, NotApplicable
+from conformance.subject import Subject
+from conformance.verdict import Cell, Finding, Report, Verdict
+from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
+
+SEED = 20261201
+
+
+def check(
+    subjects: Subject | str | Iterable[Subject | str],
+    *,
+    checks: Sequence[str] = (),
+    level: int | None = None,
+    seed: int = SEED,
+    max_elements: int = MAX_ELEMENTS,
+    version: str = VERSION,
+    without: Sequence[str] = (),
+    progress: Callable[[Cell], None] | None = None,
+) -> Report:
+    """Run subjects through the contract and return every cell.
+
+    checks    globs of ids; level: the highest level; without: ids that are left out
+    Raises ConfigError for ids that are not in the contract.
+    """
+    from conformance.subjects import resolve
+
+    found = [subjects] if isinstance(subjects, Subject | str) else list(subjects)
+    resolved = [resolve(s) if isinstance(s, str) else s for s in found]
+    known(without, "without")
+    chosen = [c for c in select(checks, level=level, version=version) if c.id not in without]
+    names = [s.name for s in resolved]
+    if len(set(names)) != len(names):
+        raise ConfigError(
+            Problem(
+                code="check.same-name", what="two subjects have one name", actual=", ".join(names)
+            )
+        )
+    cells: list[Cell] = []
+    notes: list[str] = []
+    for subject in resolved:
+        known(subject.expect, f"expect of subject {subject.name}")
+        bench = Bench(subject, seed=seed, max_elements=max_elements)
+        for clause in chosen:
+            with one_thread():
+                cell = bench.run(clause)
+            cells.append(cell)
+            if progress:
+                progress(cell)
+        notes += [f"{subject.name}: {note}" for note in dict.fromkeys(bench.lab.notes)]
+    return Report(
+        cells=tuple(cells), seed=seed, contract=VERSION, versions=_versions(), notes=tuple(notes)
+    )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tensors here are small: threads that wait for each other cost more than they give."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Bench:
+    """One subject's lab and the verdicts so far; parents of a check are run when asked for."""
+
+    def __init__(
+        self, subject: Subject, *, seed: int = SEED, max_elements: int = MAX_ELEMENTS
+    ) -> None:
+        self.subject = subject
+        self.lab = Lab(subject, seed=seed, max_elements=max_elements)
+        self.cells: dict[str, Cell] = {}
+
+    def run(self, clause: Check) -> Cell:
+        """The cell of one check, computed once."""
+        if clause.id not in self.cells:
+            self.cells[clause.id] = self._run(clause)
+        return self.cells[clause.id]
+
+    def _run(self, clause: Check) -> Cell:
+        begin = time.perf_counter()
+        missing = self._missing(clause)
+        if missing:
+            return self._cell(clause, "n/a", reason=missing)
+        from conformance.contract import BY_ID
+
+        for parent in clause.after:
+            cell = self.run(BY_ID[parent])
+            if cell.verdict in ("fail", "xfail", "error", "blocked"):
+                return self._cell(clause, "blocked", reason=f"by {parent}")
+        try:
+            findings = tuple(self._findings(clause))
+        except NotApplicable as missing_input:
+            return self._cell(clause, "n/a", reason=str(missing_input), begin=begin)
+        except AdapterRaised as error:
+            findings = (self._raised(clause, error),)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            finding = Finding(
+                what=f"the gate failed: {type(error).__name__}: {error}",
+                cause="a fault of the gate, not of the subject",
+                remedy="report it with the command below",
+            )
+            return self._cell(clause, "error", findings=(finding,), begin=begin)
+        verdict: Verdict = "fail" if findings else "pass"
+        reason = self.subject.expect.get(clause.id, "")
+        if clause.id in self.subject.expect:
+            verdict = "xfail" if findings else "xpass"
+            if not findings:
+                reason = f"expected to fail and does not: {reason}"
+        return self._cell(clause, verdict, reason=reason, findings=findings, begin=begin)
+
+    def _missing(self, clause: Check) -> str:
+        for need in clause.needs:
+            if need == "hf" and self.subject.reference is not None:
+                continue
+            if getattr(self.subject, need) is None:
+                return {
+                    "adapter": "the subject has no adapter",
+                    "native": "the subject supplies no native model or state dict",
+                    "hf": "the subject supplies no HF key list and no reference",
+                    "reference": "the subject names no independent reference",
+                    "forward": "the subject names no pair of models that can run",
+                }.get(need, f"the subject supplies no {need}")
+        return ""
+
+    def _findings(self, clause: Check) -> Iterator[Finding]:
+        module, function = clause.target
+        found = getattr(importlib.import_module(module), function)(self.lab)
+        for finding in found:
+            yield finding.placed(
+                subject=self.subject.name, check=clause.id, again=self._again(clause)
+            )
+
+    def _raised(self, clause: Check, error: AdapterRaised) -> Finding:
+        return Finding(
+            what=str(error),
+            keys=_key_in(error, self.lab),
+            cause="the subject's own code raised",
+            remedy="see the place named above",
+        ).placed(subject=self.subject.name, check=clause.id, again=self._again(clause))
+
+    def _again(self, clause: Check) -> str:
+        name = shlex.quote(self.subject.name)
+        seed = "" if self.lab.seed == SEED else f" --seed {self.lab.seed}"
+        return f"torchtitan-ckpt check {name} --check {clause.id}{seed}"
+
+    def _cell(
+        self,
+        clause: Check,
+        verdict: Verdict,
+        *,
+        reason: str = "",
+        findings: tuple[Finding, ...] = (),
+        begin: float | None = None,
+    ) -> Cell:
+        seconds = 0.0 if begin is None else time.perf_counter() - begin
+        return Cell(
+            subject=self.subject.name,
+            check=clause.id,
+            verdict=verdict,
+            reason=reason,
+            findings=findings,
+            seconds=seconds,
+        )
+
+
+def _key_in(error: AdapterRaised, lab: Lab) -> tuple[str, ...]:
+    """A key named by the error's text, if it is one of the subject's."""
+    text = str(error.error)
+    try:
+        known_keys = list(lab.native)
+    except NotApplicable:
+        return ()
+    return tuple(key for key in known_keys if key in text)[:1]
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torchtitan", "transformers", "safetensors", "torchtitan-ckpt"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def all_checks() -> tuple[Any, ...]:
+    """The contract's checks in order."""
+    return CONTRACT

@@ -1,0 +1,213 @@
+"""Tensors whose values say where they belong, for every dtype, bit for bit.
+
+Two kinds. `noise` holds every bit pattern but NaN: what is lost by a cast shows. `Positions`
+numbers all elements of a state dict and writes the numbers in digits, one digit a pass, as values
+that bf16, fp16, fp32 and fp64 hold exactly; so each element of a result can be decoded to the key
+and the coordinate it came from, however the adapter moved it. Nothing here compares or judges.
+"""
+
+from __future__ import annotations
+
+import bisect
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from conformance.template import Leaf
+
+State = dict[str, torch.Tensor]
+
+# Bits of position that one element can hold per pass. Wide types share one code of 12 bits
+# (sign, 4 bits of exponent around 1.0, 7 bits of mantissa), so a declared cast between them does
+# not disturb it. Narrow types count up through their finite, non-negative byte codes.
+_WIDE = 12
+_NARROW = {
+    "bool": 1,
+    "uint8": 7,
+    "int8": 7,
+    "float8_e4m3fn": 6,
+    "float8_e5m2": 6,
+    "float8_e4m3fnuz": 6,
+    "float8_e5m2fnuz": 6,
+    "float8_e8m0fnu": 7,
+    "float4_e2m1fn_x2": 7,
+}
+_INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a manifest's dtype name."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as integers, so that NaN equals itself and -0.0 differs from 0.0."""
+    tensor = tensor.detach().resolve_neg().resolve_conj().contiguous()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INT_OF_SIZE[tensor.element_size()])
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether dtype, element count and every bit in order are equal (shapes may differ)."""
+    return (
+        one.dtype == two.dtype
+        and one.numel() == two.numel()
+        and torch.equal(bits(one).reshape(-1), bits(two).reshape(-1))
+    )
+
+
+def noise(leaves: Mapping[str, Leaf], seed: int, tied: Mapping[str, str] | None = None) -> State:
+    """Every bit pattern but NaN, with -0.0, the smallest and the largest number in front.
+
+    An alias in `tied` holds the values of what it is tied to.
+    """
+    return {key: _noise((tied or {}).get(key, key), leaf, seed) for key, leaf in leaves.items()}
+
+
+def _noise(key: str, leaf: Leaf, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(key.encode()))
+    dtype = torch_dtype(leaf.dtype)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, leaf.shape, generator=generator).bool()
+    size = dtype.itemsize
+    words = torch.empty(-(-leaf.numel * size // 8), dtype=torch.int64)
+    words.random_(-(1 << 63), None, generator=generator)
+    raw = words.view(torch.uint8)[: leaf.numel * size]
+    flat = raw.view(dtype)
+    if leaf.numel and (flat.is_floating_point() or flat.is_complex()):
+        flat = flat.clone()
+        # Byte-sized types have no isnan everywhere; their values fit float32.
+        wrong = torch.isnan(flat.float() if size == 1 else flat)
+        flat.view(torch.uint8).view(leaf.numel, size)[wrong] = 0
+        if flat.is_floating_point() and size > 1:
+            info = torch.finfo(dtype)
+            edge = torch.tensor([-0.0, info.smallest_normal / 2, info.max, -1.0], dtype=dtype)
+            flat[: min(4, leaf.numel)] = edge[: min(4, leaf.numel)]
+    return flat.reshape(leaf.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an element belongs."""
+
+    key: str
+    coordinate: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.key}[{', '.join(map(str, self.coordinate))}]"
+
+
+class Positions:
+    """All elements of a state dict, numbered from 1; 0 is an element from nowhere.
+
+    `tied` names aliases: they hold the numbers of what they are tied to.
+    """
+
+    def __init__(self, leaves: Mapping[str, Leaf], tied: Mapping[str, str] | None = None) -> None:
+        self.leaves = dict(leaves)
+        tied = {k: v for k, v in (tied or {}).items() if k in leaves and v in leaves}
+        self.keys = [key for key in self.leaves if key not in tied]
+        self.bases: list[int] = []
+        total = 1
+        for key in self.keys:
+            self.bases.append(total)
+            total += self.leaves[key].numel
+        self.total = total
+        self._base = dict(zip(self.keys, self.bases, strict=True))
+        self._base.update({alias: self._base[source] for alias, source in tied.items()})
+        self._tied = tied
+        self.bits = min((_NARROW.get(x.dtype, _WIDE) for x in leaves.values()), default=_WIDE)
+        self.passes = max(1, -(-(total - 1).bit_length() // self.bits))
+
+    def source(self, key: str) -> str:
+        """The key whose numbers `key` holds: itself, unless it is tied."""
+        return self._tied.get(key, key)
+
+    def span(self, key: str) -> tuple[int, int]:
+        """The first number of a tensor and how many it has."""
+        return self._base[key], self.leaves[key].numel
+
+    def numbers(self, key: str) -> torch.Tensor:
+        """The numbers of a tensor's elements, in its shape."""
+        base, leaf = self._base[key], self.leaves[key]
+        return torch.arange(base, base + leaf.numel, dtype=torch.int64).reshape(leaf.shape)
+
+    def state(self, which: int, dtypes: Mapping[str, str] | None = None) -> State:
+        """Pass `which`: the state dict whose values are that digit of each element's number."""
+        shift, mask = which * self.bits, (1 << self.bits) - 1
+        return {
+            key: _encode((self.numbers(key) >> shift) & mask, (dtypes or {}).get(key, leaf.dtype))
+            for key, leaf in self.leaves.items()
+        }
+
+    def decode(self, digits: list[torch.Tensor]) -> torch.Tensor:
+        """Numbers of the elements of one result, from its values in all passes; 0 is unknown."""
+        number = torch.zeros(digits[0].shape, dtype=torch.int64)
+        known = torch.ones(digits[0].shape, dtype=torch.bool)
+        for which, value in enumerate(digits):
+            digit, valid = _decode(value, 1 << self.bits)
+            number |= digit << (which * self.bits)
+            known &= valid
+        return torch.where(known & (number < self.total), number, 0)
+
+    def place(self, number: int) -> Place | None:
+        """The key and coordinate of a number; None for an element from nowhere."""
+        if number <= 0 or number >= self.total:
+            return None
+        index = bisect.bisect_right(self.bases, number) - 1
+        # Empty tensors share their base with the next one, which is the one meant.
+        key, rest = self.keys[index], number - self.bases[index]
+        coordinate = []
+        for size in reversed(self.leaves[key].shape):
+            coordinate.append(rest % size)
+            rest //= size
+        return Place(key, tuple(reversed(coordinate)))
+
+    def owners(self, numbers: torch.Tensor) -> set[str]:
+        """Keys that a set of numbers comes from."""
+        known = numbers[numbers > 0]
+        if not known.numel():
+            return set()
+        index = torch.bucketize(known, torch.tensor(self.bases), right=True) - 1
+        return {self.keys[i] for i in torch.unique(index).tolist()}
+
+
+def _encode(digit: torch.Tensor, dtype: str) -> torch.Tensor:
+    kind = torch_dtype(dtype)
+    if dtype == "bool":
+        return digit.bool()
+    if dtype in _NARROW:
+        return digit.to(torch.uint8).view(kind)
+    if kind.is_floating_point:
+        code = (
+            ((digit >> 11) & 1) * -(1 << 31)
+            | (((digit >> 7) & 15) + 119) << 23
+            | (digit & 127) << 16
+        )
+        return code.to(torch.int32).view(torch.float32).to(kind)
+    return digit.to(kind)
+
+
+def _decode(value: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    name = str(value.dtype).removeprefix("torch.")
+    value = value.detach().resolve_neg().contiguous()
+    if name in _NARROW:
+        digit = value.view(torch.uint8).to(torch.int64)
+        return digit, digit < limit
+    if value.dtype.is_floating_point:
+        code = value.to(torch.float32).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        exponent = ((code >> 23) & 255) - 119
+        valid = ((code & 0xFFFF) == 0) & (exponent >= 0) & (exponent < 16)
+        digit = ((code >> 31) << 11) | ((exponent & 15) << 7) | ((code >> 16) & 127)
+        return digit, valid & (digit < limit)
+    if value.is_complex():
+        return torch.zeros(value.shape, dtype=torch.int64), torch.zeros(
+            value.shape, dtype=torch.bool
+        )
+    digit = value.to(torch.int64)
+    return digit.clamp(0, limit - 1), (digit >= 0) & (digit < limit)

@@ -1,0 +1,123 @@
+"""What is put to the gate: an adapter, what it is measured against, and what it declares.
+
+A `Subject` is data. It says how to make a fresh adapter, what the native state dict looks like,
+what the Hugging Face side should look like, and what the adapter is allowed to do, each with a
+reason. What it does not supply makes the checks that need it n/a, never absent. Turning the loose
+inputs into templates is `template.py`; running checks is `engine.py`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Convert = Callable[..., Any]
+
+
+class Reference(Protocol):
+    """An independent implementation of the same conversion. Its `name` appears in findings."""
+
+    name: str
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]: ...
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class Codec(Protocol):
+    """What writes and reads the files of a subject, for the chapter `files`."""
+
+    name: str
+
+    def save(self, state_dict: dict[str, Any], folder: str, files: Mapping[str, int]) -> None: ...
+
+    def load(self, folder: str, targets: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an adapter declares it does. Patterns are `fnmatch` globs; each value is a reason.
+
+    native_only     native keys without a counterpart in the files
+    hf_only         keys that files may hold and the trainer has no use for; import accepts them
+    lossy           native or file keys whose values do not survive a round trip bit for bit
+    tied            alias -> source, native names: two names of one parameter
+    dtypes          file keys -> dtype that `to_hf` gives them whatever the model's dtype is
+    also_reads      other native or file spellings accepted on import: template -> canonical
+    consumes_input  `to_hf`/`from_hf` may empty the dict they are given (tensors are never written)
+    partial         False: partial dicts may be refused
+    quantized       `get_hf_storage_reader(path, from_quantized=True)` is meant to dequantize
+    """
+
+    native_only: Mapping[str, str] = field(default_factory=dict)
+    hf_only: Mapping[str, str] = field(default_factory=dict)
+    lossy: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    also_reads: Mapping[str, str] = field(default_factory=dict)
+    consumes_input: bool = False
+    partial: bool = True
+    quantized: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One thing under test.
+
+    adapter     makes a fresh adapter; may accept `hf_assets_path=` (a folder with an index)
+    native      a model, a state dict, a `Manifest`, key -> (shape, dtype), or a factory of these
+    hf          a folder, an index, a list of keys, a `Manifest`, key -> (shape, dtype), a config
+    reference   an independent conversion to compare values with, or None
+    codec       what writes and reads files; None is this project's own and torch's
+    to_hf       `call(adapter, state_dict)`, for adapters that want more arguments; likewise from_hf
+    forward     `(native state dict, file state dict) -> (logits, logits, name of the other)`
+    manager     makes a checkpoint manager, for the chapters about saving and resuming
+    expect      check id -> reason why it is known to fail
+    degrees     parallel degrees for the chapter `reshard`
+    values_on   which layers values are checked on: None (the gate decides by size) or numbers
+    notes       where the inputs come from, printed with the report
+    """
+
+    name: str
+    adapter: Callable[..., Any] | None = None
+    native: Any = None
+    hf: Any = None
+    reference: Reference | Callable[[], Reference | None] | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    expect: Mapping[str, str] = field(default_factory=dict)
+    degrees: tuple[Any, ...] = ()
+    codec: Codec | None = None
+    to_hf: Convert | None = None
+    from_hf: Convert | None = None
+    forward: Callable[..., tuple[Any, Any, str]] | None = None
+    manager: Callable[..., Any] | None = None
+    values_on: tuple[int, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def matches(key: str, patterns: Iterable[str]) -> str | None:
+    """The first pattern that `key` matches, or None. `[` is literal: keys never use classes."""
+    for pattern in patterns:
+        if key == pattern or fnmatch.fnmatchcase(key, pattern.replace("[", "[[]")):
+            return pattern
+    return None
+
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
+
+
+def template_of(key: str) -> str:
+    """A key with its whole numbers as `{}`: keys of one template differ only in numbers.
+
+    >>> template_of("layers.3.moe.experts.11.w1")
+    'layers.{}.moe.experts.{}.w1'
+    """
+    return _NUMBER.sub("{}", key)
+
+
+def numbers_of(key: str) -> tuple[int, ...]:
+    """The whole numbers of a key, in order."""
+    return tuple(int(number) for number in _NUMBER.findall(key))

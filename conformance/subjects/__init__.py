@@ -1,0 +1,87 @@
+"""Finds a subject by its name: `pkg.mod:NAME`, a shipped one, or `titan:<model>/<flavor>`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from conformance.subject import Subject
+from torchtitan_ckpt.errors import ConfigError, NotFoundError, Problem, nearest
+
+
+def names() -> tuple[str, ...]:
+    """Shipped subjects: one for each model family of this project."""
+    from torchtitan_ckpt import families
+
+    return tuple(families.names())
+
+
+def resolve(name: str) -> Subject:
+    """The Subject of a name. Raises ConfigError or NotFoundError with what was tried."""
+    if name.startswith("titan:"):
+        from conformance.subjects import titan
+
+        return titan.subject(name)
+    if ":" in name:
+        return _imported(name)
+    if os.path.isdir(name):
+        return Subject(name=name, hf=name)
+    from conformance.subjects import families
+
+    shipped = names()
+    if name not in shipped:
+        near = nearest(name, shipped)
+        raise NotFoundError(
+            Problem(
+                code="check.no-subject",
+                what=f"no subject is called {name!r}",
+                expected=f"pkg.mod:NAME, titan:<model>/<flavor>, a folder, or {', '.join(shipped)}",
+                cause=f"did you mean {near}?" if near else "",
+                fix="name a Subject in a module of yours as pkg.mod:NAME",
+            )
+        )
+    return families.subject(name)
+
+
+def _imported(name: str) -> Subject:
+    module_name, _, attribute = name.partition(":")
+    # `python -m` puts the working folder on the path; an installed script does not.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise NotFoundError(
+            Problem(
+                code="check.no-module",
+                what=f"module {module_name!r} cannot be imported",
+                where=name,
+                cause=str(error),
+                fix="run from the folder that holds it",
+            )
+        ) from error
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = nearest(part, vars(found)) if hasattr(found, "__dict__") else None
+            raise NotFoundError(
+                Problem(
+                    code="check.no-subject",
+                    what=f"{module_name} has no {attribute!r}",
+                    cause=f"did you mean {near}?" if near else "",
+                )
+            )
+        found = getattr(found, part)
+    if callable(found) and not isinstance(found, Subject):
+        found = found()
+    if not isinstance(found, Subject):
+        raise ConfigError(
+            Problem(
+                code="check.bad-subject",
+                what=f"{name} is not a Subject",
+                actual=type(found).__name__,
+                expected="conformance.Subject",
+            )
+        )
+    return found

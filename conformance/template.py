@@ -1,0 +1,123 @@
+"""Turns the loose inputs of a Subject into templates: key -> shape and dtype, with their source.
+
+No values, no checks. A template is the gate's own list; it is never taken from the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_ckpt.errors import ConfigError, Problem
+from torchtitan_ckpt.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Shape and dtype (torch's name without prefix) of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class FileList:
+    """What the files should hold. A leaf is None where only the key is known."""
+
+    leaves: Mapping[str, Leaf | None]
+    source: str
+
+
+def leaf_of(value: Any) -> Leaf | None:
+    """The leaf of a tensor, a manifest entry or a (shape, dtype) pair; None for other values."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None and isinstance(value, tuple | list) and len(value) == 2:
+        shape, dtype = value
+    if shape is None or dtype is None:
+        return None
+    return Leaf(tuple(int(size) for size in shape), str(dtype).removeprefix("torch."))
+
+
+def native_template(native: Any) -> dict[str, Leaf]:
+    """Key -> Leaf of a model, a state dict, a Manifest, pairs, or a factory of one of these."""
+    if callable(native) and not hasattr(native, "state_dict") and not isinstance(native, Mapping):
+        native = native()
+    if isinstance(native, Manifest):
+        native = native.tensors
+    elif hasattr(native, "state_dict"):
+        native = native.state_dict()
+    if not isinstance(native, Mapping):
+        raise _bad("native", native, "a model, a state dict, a Manifest or key -> (shape, dtype)")
+    leaves = {str(key): leaf_of(value) for key, value in native.items()}
+    return {key: leaf for key, leaf in leaves.items() if leaf is not None}
+
+
+def file_list(hf: Any) -> FileList | None:
+    """What a Subject's `hf` says the files hold, or None when it says nothing."""
+    if callable(hf) and not isinstance(hf, Mapping):
+        hf = hf()
+    if hf is None or isinstance(hf, FileList):
+        return hf
+    if isinstance(hf, Manifest):
+        return FileList({k: leaf_of(v) for k, v in hf.tensors.items()}, hf.path or "manifest")
+    if isinstance(hf, str | Path):
+        return _from_path(Path(hf))
+    if hasattr(hf, "to_dict"):
+        hf = hf.to_dict()
+    if isinstance(hf, Mapping):
+        return _from_mapping(hf, "the given list")
+    if isinstance(hf, Iterable):
+        return FileList(dict.fromkeys(map(str, hf)), "the given list of keys")
+    raise _bad("hf", hf, "a folder, an index, a list of keys, a Manifest or a config")
+
+
+def _from_path(path: Path) -> FileList:
+    if path.is_dir() or path.suffix == ".safetensors":
+        from torchtitan_ckpt.formats import hf as hf_format
+
+        manifest = hf_format.read_manifest(str(path))
+        return FileList({k: leaf_of(v) for k, v in manifest.tensors.items()}, path.name)
+    if not path.exists():
+        raise ConfigError(
+            Problem(
+                code="check.no-hf-list",
+                what="the HF list of a subject does not exist",
+                where=str(path),
+                fix="name a folder, an index.json or a file of keys",
+            )
+        )
+    content = json.loads(path.read_text())
+    if isinstance(content, list):
+        return FileList(dict.fromkeys(map(str, content)), path.name)
+    return _from_mapping(content, path.name)
+
+
+def _from_mapping(content: Mapping[str, Any], source: str) -> FileList:
+    if isinstance(content.get("weight_map"), Mapping):
+        return FileList(dict.fromkeys(content["weight_map"]), source)
+    if "model_type" in content or "architectures" in content:
+        from conformance.subjects.families import file_list_of_config
+
+        return file_list_of_config(dict(content))
+    return FileList({str(k): leaf_of(v) for k, v in content.items()}, source)
+
+
+def _bad(name: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            code="check.bad-subject",
+            what=f"a Subject's `{name}` cannot be used",
+            expected=expected,
+            actual=type(value).__name__,
+        )
+    )

@@ -1,0 +1,80 @@
+"""Which inputs each output of a conversion was made from, without any data.
+
+Runs on meta tensors, so a model of 671B parameters is traced in a second: a dispatch mode sees
+every torch operation and passes the names of its inputs on to the storages of its outputs. It
+knows keys, not elements; elements are `fingerprint.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from conformance.template import Leaf, leaf_of
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Outputs of one conversion: their leaves, and the input keys each was made from."""
+
+    leaves: Mapping[str, Leaf]
+    sources: Mapping[str, frozenset[str]]
+    odd: Mapping[str, str]  # leaves that are not tensors: key -> what they are
+
+    def used(self) -> frozenset[str]:
+        """Input keys that reach some output."""
+        return frozenset().union(*self.sources.values()) if self.sources else frozenset()
+
+    def targets(self) -> dict[str, list[str]]:
+        """Input key -> output keys made from it."""
+        found: dict[str, list[str]] = {}
+        for key, sources in self.sources.items():
+            for source in sources:
+                found.setdefault(source, []).append(key)
+        return found
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, remembers for each storage the input keys that flowed into it."""
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sources: dict[int, frozenset[str]] = {}
+        # Kept alive: a freed storage's address may be reused by the next one.
+        self._alive: list[Any] = list(inputs.values())
+        for key, tensor in inputs.items():
+            self._sources[_storage(tensor)] = frozenset((key,))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sources: frozenset[str] = frozenset()
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, torch.Tensor):
+                sources |= self._sources.get(_storage(value), frozenset())
+        for value in tree_flatten(out)[0]:
+            if isinstance(value, torch.Tensor):
+                self._alive.append(value)
+                place = _storage(value)
+                self._sources[place] = self._sources.get(place, frozenset()) | sources
+        return out
+
+    def result(self, outputs: Mapping[str, Any]) -> Trace:
+        """The trace of a conversion's returned dict."""
+        leaves, sources, odd = {}, {}, {}
+        for key, value in outputs.items():
+            leaf = leaf_of(value) if isinstance(value, torch.Tensor) else None
+            if leaf is None or not isinstance(key, str):
+                odd[str(key)] = type(value).__name__ if isinstance(key, str) else "key not a str"
+                continue
+            leaves[key] = leaf
+            sources[key] = self._sources.get(_storage(value), frozenset())
+        return Trace(leaves, sources, odd)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
