@@ -1,8 +1,9 @@
-"""What the simulated device promises: it fails loudly, guards its memory and can be made to fail."""
+"""What the simulated device promises: loud refusals, guarded memory, failures on demand."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import threading
@@ -115,7 +116,7 @@ def test_without_the_caching_allocator_recycled_memory_is_poisoned_too():
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**__import__("os").environ, "PYTORCH_NO_NPU_MEMORY_CACHING": "1"},
+        env={**os.environ, "PYTORCH_NO_NPU_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -207,7 +208,7 @@ def test_faults_come_through_the_environment_too():
         "try: x * 2\n"
         "except RuntimeError as error: print('507014' in str(error))\n"
     )
-    env = {**__import__("os").environ, "NPUSIM_FAULT": "aclnnMuls:1:507014"}
+    env = {**os.environ, "NPUSIM_FAULT": "aclnnMuls:1:507014"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
     )
@@ -233,7 +234,7 @@ def _asked_beyond_the_devices() -> str:
 
 def test_a_rank_without_a_device_is_told():
     assert _asked_beyond_the_devices() == "device.no-such-index"
-    with pytest.raises(RuntimeError, match="107001|invalid"):
+    with pytest.raises(RuntimeError, match=r"107001|invalid"):
         torch.npu.set_device(99)
 
 

@@ -1,0 +1,221 @@
+"""The simulated operators against the CPU, within stated units in the last place (ULPs).
+
+Copies, casts and comparisons are exact; single arithmetic operations are exact too, since both
+sides compute in float and round once; where the CPU kernel fuses a multiply with an add, or sums in
+another order, the bound is stated. Ascend's own kernels round as they like: nothing here says how.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.simulator_only
+
+NPU = "npu"
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+ALL = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+_INT_OF = {4: torch.int32, 2: torch.int16}
+
+
+def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The largest distance between two floating tensors, in steps of their own type."""
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+
+    def ordered(t: torch.Tensor) -> torch.Tensor:
+        bits = t.contiguous().view(_INT_OF[t.element_size()]).to(torch.int64)
+        lowest = -(1 << (8 * t.element_size() - 1))
+        return torch.where(bits < 0, lowest - bits, bits)
+
+    return int((ordered(a) - ordered(b)).abs().max())
+
+
+def data(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+    if dtype is torch.bool:
+        return values > 0
+    if not dtype.is_floating_point:
+        values = values * 10
+    return values.abs().to(dtype) if dtype is torch.uint8 else values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_copies_slices_and_layouts_are_exact(dtype: torch.dtype):
+    x = data((5, 7, 3), dtype)
+    d = x.to(NPU)
+    assert torch.equal(d.cpu(), x)
+    assert torch.equal(d.permute(2, 0, 1).contiguous().cpu(), x.permute(2, 0, 1))
+    assert torch.equal(d[1:4, ::2].cpu(), x[1:4, ::2])
+    assert torch.equal(torch.cat([d[:2], d[2:]]).cpu(), x)
+    assert torch.equal(torch.stack([d, d], 1).cpu(), torch.stack([x, x], 1))
+    target = torch.zeros((7, 5, 3), dtype=dtype, device=NPU)
+    target.transpose(0, 1)[1:].copy_(d[1:])
+    expected = torch.zeros((7, 5, 3), dtype=dtype)
+    expected.transpose(0, 1)[1:].copy_(x[1:])
+    assert torch.equal(target.cpu(), expected)
+    y = torch.zeros((3, 7, 5), dtype=dtype)
+    y.permute(2, 1, 0).copy_(d)  # to a strided host tensor
+    assert torch.equal(y, x.permute(2, 1, 0))
+    assert torch.equal(torch.nn.functional.pad(d, (1, 2)).cpu(), torch.nn.functional.pad(x, (1, 2)))
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+@pytest.mark.parametrize(
+    "target", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str
+)
+def test_casts_are_exact(source: torch.dtype, target: torch.dtype):
+    x = data((6, 5), source)
+    assert torch.equal(x.to(NPU).to(target).cpu(), x.to(target))
+
+
+def test_special_values_survive_casts():
+    special = [0.0, -0.0, float("inf"), float("-inf"), 1e-45, 6e-8, 65504.0, 65520.0, 3.4e38]
+    x = torch.tensor(special)
+    for dtype in (torch.bfloat16, torch.float16):
+        got, want = x.to(NPU).to(dtype).cpu(), x.to(dtype)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), dtype
+    assert torch.tensor([float("nan")], device=NPU).to(torch.bfloat16).isnan().all()
+
+
+# Operator and its bound in ULPs of the result: 0 where both sides round once. The numbers are
+# positive, so that no cancellation turns one rounding into many units.
+UNARY = {
+    "add_number": (lambda x: x + 1.5, 0),
+    "subtract_number": (lambda x: x - 0.25, 0),
+    "subtract_from_number": (lambda x: 30.5 - x, 0),
+    "multiply_number": (lambda x: x * 0.3, 0),
+    "divide_number": (lambda x: x / 0.7, 1),
+    "sqrt": (lambda x: x.sqrt(), 1),
+    "negative": (lambda x: -x, 0),
+    "absolute": (lambda x: (-x).abs(), 0),
+    "reciprocal": (lambda x: x.reciprocal(), 0),
+    "square": (lambda x: x**2, 0),
+    "sum": (lambda x: x.sum(), 1),
+    "sum_of_rows": (lambda x: x.sum(0), 2),
+    "mean": (lambda x: x.mean(), 1),
+    "norm": (lambda x: torch.linalg.vector_norm(x), 1),
+    "maximum": (lambda x: x.max(), 0),
+    "minimum": (lambda x: x.min(), 0),
+}
+BINARY = {
+    "add": (lambda x, y: x + y, 0),
+    "add_alpha": (lambda x, y: torch.add(x, y, alpha=0.3), 1),
+    "subtract": (lambda x, y: x - y, 0),
+    "multiply": (lambda x, y: x * y, 0),
+    "divide": (lambda x, y: x / y, 0),
+    "broadcast": (lambda x, y: x[:, :1] * y[0], 0),
+    "lerp": (lambda x, y: torch.lerp(x, y, 0.1), 2),
+    "addcmul": (lambda x, y: torch.addcmul(x, x, y, value=0.2), 2),
+    "addcdiv": (lambda x, y: torch.addcdiv(x, x, y, value=0.2), 2),
+    "matmul": (lambda x, y: x @ y.t(), 2),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_operators_of_one_tensor(name: str, dtype: torch.dtype):
+    call, bound = UNARY[name]
+    x = data((9, 13), dtype).abs()
+    assert ulps(call(x.to(NPU)).cpu(), call(x)) <= bound
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", BINARY)
+def test_operators_of_two_tensors(name: str, dtype: torch.dtype):
+    call, bound = BINARY[name]
+    x, y = data((9, 13), dtype).abs(), data((9, 13), dtype, seed=1).abs()
+    assert ulps(call(x.to(NPU), y.to(NPU)).cpu(), call(x, y)) <= bound
+
+
+def test_the_measure_sees_one_step():
+    x = torch.tensor([1.0, -1.0, 0.0])
+    for dtype in FLOATS:
+        a = x.to(dtype)
+        assert ulps(a, a) == 0
+        assert ulps(a, torch.nextafter(a.float(), torch.tensor(9.0)).to(dtype)) <= 1
+    assert ulps(x, torch.nextafter(x, torch.tensor(9.0))) == 1
+    assert ulps(torch.tensor([0.0]), torch.tensor([-0.0])) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+def test_comparisons(dtype: torch.dtype):
+    x = data((4, 6), dtype)
+    y = x.clone()
+    y[2, 3] = ~y[2, 3] if dtype is torch.bool else y[2, 3] + 1
+    a, b = x.to(NPU), y.to(NPU)
+    assert torch.equal((a == b).cpu(), x == y)
+    assert torch.equal((a != b).cpu(), x != y)
+    assert torch.equal(a, a.clone())
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, a[:2])
+    assert bool((a == b).any())
+    assert not bool((a == b).all())
+    if dtype is torch.float32:
+        assert torch.allclose(a, b, atol=1.0)
+        assert not torch.allclose(a, b)
+        assert torch.equal((a > b).cpu(), x > y)
+        assert torch.equal((a <= 0.5).cpu(), x <= 0.5)
+
+
+def test_integers_do_not_pass_through_floats():
+    big = torch.tensor([2**53 + 1, -(2**62) - 3, 7])
+    assert torch.equal((big.to(NPU) + 1).cpu(), big + 1)
+    assert torch.equal(big.to(NPU).clone().cpu(), big)
+    assert torch.equal((big.to(NPU) == big.to(NPU) + 1).cpu(), torch.tensor([False] * 3))
+
+
+def test_random_numbers_depend_on_the_seed_and_look_random():
+    torch.manual_seed(5)
+    a = torch.randn(4000, device=NPU)
+    torch.manual_seed(5)
+    assert torch.equal(a, torch.randn(4000, device=NPU))
+    assert not torch.equal(a, torch.randn(4000, device=NPU))
+    assert abs(a.mean().item()) < 0.1
+    assert abs(torch.linalg.vector_norm(a).item() / 4000**0.5 - 1) < 0.1
+    b = torch.empty(4000, device=NPU).uniform_(2, 3)
+    assert 2 < b.cpu().min() < 2.1
+    assert 2.9 < b.cpu().max() < 3
+
+
+@pytest.mark.parametrize("how", ["for-loop", "foreach", "fused"])
+def test_adamw_against_the_cpu(how: str):
+    """Three steps; the bound is absolute, since the updates are small beside the weights."""
+    torch.manual_seed(0)
+    host = nn.Linear(11, 5)
+    npu = copy.deepcopy(host).to(NPU)
+    flags = {"foreach": how == "foreach", "fused": how == "fused"}
+    optimizers = [torch.optim.AdamW(host.parameters(), lr=1e-2, foreach=False)]
+    optimizers.append(torch.optim.AdamW(npu.parameters(), lr=1e-2, **flags))
+    for step in range(3):
+        gradients = [data(tuple(p.shape), torch.float32, seed=step) for p in host.parameters()]
+        for model, optimizer in zip((host, npu), optimizers, strict=True):
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.grad = g.to(p.device)
+            optimizer.step()
+    for p, q in zip(host.parameters(), npu.parameters(), strict=True):
+        difference = (p - q.cpu()).abs().max().item()
+        assert difference < (1e-6 if how == "fused" else 1e-7), difference
+
+
+# ------------------------------------------------------------------ torch_npu's own differences
+
+
+def test_float64_becomes_float32_on_the_device():
+    """torch_npu casts down on arrival: a float64 entry of a checkpoint loses bits there."""
+    x = torch.tensor([1.0 + 2**-40], dtype=torch.float64)
+    assert x.to(NPU).dtype is torch.float64, "a plain copy keeps the type"
+    assert torch.equal(x.to(NPU).cpu(), x), "and the bits"
+    y = x.to(torch.float32).to(NPU)
+    assert y.to(torch.float64).dtype is torch.float32, "but a cast on the device does not"
+
+
+def test_a_view_is_saved_with_its_whole_storage(tmp_path):
+    x = torch.arange(100, dtype=torch.float32, device=NPU)
+    torch.save(x[:10], tmp_path / "view.pt")
+    loaded = torch.load(tmp_path / "view.pt", map_location="cpu")
+    assert loaded.untyped_storage().nbytes() == 400
+    assert torch.equal(loaded, torch.arange(10, dtype=torch.float32))
