@@ -270,7 +270,7 @@ def current(force: str | None = None) -> Device:
         if problem is None:
             return Device(kind, tuple(p for p in passed_over if p.code != "device.not-installed"))
         passed_over.append(problem)
-    raise DeviceError(passed_over[0])  # every kind fails only where `import torch` does
+    raise DeviceError(passed_over[-1])  # even the CPU: `import torch` itself fails
 
 
 def of(where: torch.Tensor | torch.device | str) -> Device:
