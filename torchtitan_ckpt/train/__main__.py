@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan_ckpt.errors import CheckpointError
-from torchtitan_ckpt.train.cli_args import parse_flags, split_command
+from torchtitan_ckpt.train.cli_args import parse_flags, report, split_command
 from torchtitan_ckpt.train.registry import load
 
 
@@ -16,7 +16,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the job and return the exit code: 0, or that of the error, said without a traceback."""
     rank = int(os.environ.get("RANK", "0"))
     _talk(rank)
-    debug = "--debug" in argv
+    # cuBLAS repeats its sums only with a workspace of its own; it must be set before CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         command = split_command(argv, environ=os.environ)
         job = parse_flags(command.flags, load(command.module, command.config))
@@ -27,10 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
         run(job)
     except CheckpointError as error:
-        if debug:
-            raise
-        if rank == 0 or os.environ.get("LOCAL_RANK") is None:
-            print(error, file=sys.stderr, flush=True)
+        report(error, argv, rank)
         return error.exit_code
     return 0
 

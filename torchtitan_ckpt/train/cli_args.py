@@ -11,6 +11,8 @@ import contextlib
 import io
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
@@ -18,7 +20,7 @@ from typing import Any, get_type_hints
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from torchtitan_ckpt.errors import ConfigError, Problem, nearest
+from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, nearest
 from torchtitan_ckpt.train import registry
 from torchtitan_ckpt.train.config import JobConfig
 
@@ -114,6 +116,19 @@ def parse_flags(flags: Sequence[str], job: JobConfig) -> JobConfig:
         raise ConfigError(
             _problem("value", message, fix=f"bash scripts/{SCRIPT} --help lists flags and values")
         ) from None
+
+
+def report(error: CheckpointError, argv: Sequence[str], rank: int = 0) -> None:
+    """Say an error on stderr, with its traceback if the command line asks for it (--debug).
+
+    What every rank finds alike - its options - is said by the first only.
+    """
+    if "--debug" in argv:
+        traceback.print_exception(error)
+    elif rank == 0:
+        print(error, file=sys.stderr, flush=True)
+    elif not isinstance(error, ConfigError):
+        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
 
 
 def _ngpu(text: str) -> int:

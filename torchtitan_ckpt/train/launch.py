@@ -7,12 +7,14 @@ failed.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from torchtitan_ckpt.errors import CheckpointError
-from torchtitan_ckpt.train.cli_args import parse_flags, split_command
+from torchtitan_ckpt.train.cli_args import parse_flags, report, split_command
 from torchtitan_ckpt.train.registry import load
 from torchtitan_ckpt.train.rules import check_job
 
@@ -32,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
         job = parse_flags(command.flags, load(command.module, command.config))
         check_job(job, command.ngpu * int(os.environ.get("NNODES") or "1"))
     except CheckpointError as error:
-        if "--debug" in argv:
-            raise
-        print(error, file=sys.stderr)
+        report(error, argv)
         return error.exit_code
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,12 +48,16 @@ def main(argv: Sequence[str]) -> int:
     words += ["-m", "torchtitan_ckpt.train"]
     words += [f"--module={command.module}", f"--config={command.config}", *command.flags]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it, and say so at length
+    if not job.debug:  # what ended is said below, and in the rank's own words before it
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.main(words)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"rank {rank} of the job failed first: {failure.message}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 4
+        code = failure.exitcode
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        print(f"rank {rank} of the job ended first, {how}", file=sys.stderr)
+        return code if code > 0 else 128 - code
     return 0
 
 

@@ -7,6 +7,7 @@ equals that of a run that was never stopped, bit for bit.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import replace
 from typing import Any, TextIO
@@ -63,7 +64,10 @@ class Trainer:
     def __init__(self, job: JobConfig, world: World, out: TextIO) -> None:
         assert job.model is not None
         self.job, self.world, self.out, self.config = job, world, out, job.model
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=world.device.type != "cpu")
+        if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Sums over threads depend on how many there are, and models this small gain nothing.
+            torch.set_num_threads(1)
         torch.manual_seed(job.training.seed)
         self.parts = build_parts(job, world)
         self.optimizers = [make_optimizer(part, job.optimizer) for part in self.parts]
