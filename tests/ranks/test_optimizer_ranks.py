@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from conformance.ranks import RankPool
+from conformance.swap import SwapAdamW, speak
 from tests.specimens.optimizers import (
     Factored,
     HalfMoments,
@@ -51,6 +52,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "factored-plain": lambda m: Factored(m.parameters(), plain=True),
     "local": lambda m: LocalMoments(m.parameters()),
     "speaking-local": lambda m: SpeakingLocal(m.parameters()),
+    "swap": lambda m: speak(SwapAdamW(m.parameters(), 0.125)),
     "bf16-moments": lambda m: HalfMoments(m.parameters(), torch.bfloat16),
 }
 

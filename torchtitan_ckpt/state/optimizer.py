@@ -56,17 +56,20 @@ def optimizer_state_dict(
     flat: dict[str, Any] = {}
     problems: list[Problem] = []
     local = fleet.local_leaves()
+    in_state: dict[tuple[int, int], set[str]] = {}
     for slot in fleet.slots:
         name = slot.names.canonical
         state = slot.state()
         problems += _lost_moments(slot, state)
         spoken = slot.speaker is not None
         names = local.get(id(slot.optimizer), frozenset())
+        if spoken:  # what a speaker tells with the state (`step`) is not written with the group too
+            in_state.setdefault((id(slot.optimizer), slot.group_index), set()).update(state)
         problems += _put_state(flat, name, slot.parameter, state, None if spoken else names)
-        values = values_of(slot.group)
-        if slot.speaker is not None:
-            values = {key: value for key, value in values.items() if key not in state}
-        problems += _put_group(flat, name, values)
+    for slot in fleet.slots:
+        told = in_state.get((id(slot.optimizer), slot.group_index), set())
+        values = {key: v for key, v in values_of(slot.group).items() if key not in told}
+        problems += _put_group(flat, slot.names.canonical, values)
     for owner, _, group in fleet.empty_groups():
         problems += _put_group(flat, owner, values_of(group))
     for owner, _, state in fleet.globals():

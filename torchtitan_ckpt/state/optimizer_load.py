@@ -130,21 +130,26 @@ def _plan_groups(
     for where, group in members.items():
         live = values_of(group[0].group)
         saved = {}
+        steps = [state.get(f"state.{owners[slot]}.step") for slot in group]
+        step = next((found for found in steps if found is not None), None)
         for slot in group:
-            keys = owned.group(owners[slot])
-            values = _group_values(keys, state, plan)
-            step = state.get(f"state.{owners[slot]}.step")
-            if "step" in live and "step" not in values and step is not None:
-                if slot.speaker is None:  # kept in the group here, in the state by torch
-                    values["step"] = type(live["step"])(step)
-                else:
-                    values["step"] = live["step"]  # the speaker's own affair
+            values = _group_values(owned.group(owners[slot]), state, plan)
+            if "step" in live and step is not None and slot.speaker is not None:
+                values["step"] = live["step"]  # restored with the state, by the speaker
+            elif "step" in live and step is not None and "step" not in values:
+                values["step"] = _step_as(live["step"], step)  # there it was in the state
             saved[slot.names.canonical] = values
         label = f"{type(group[0].optimizer).__name__} group {where[1]}"
         values, problems, notes = resolve(label, live, saved, keep)
         plan.taken.groups[where] = values
         plan.problems += problems
         plan.notes += notes
+
+
+def _step_as(live: Any, step: Any) -> Any:
+    if isinstance(live, Tensor):
+        return torch.as_tensor(step, dtype=live.dtype, device=live.device)
+    return type(live)(step)
 
 
 def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: _Plan) -> dict[str, Any]:
