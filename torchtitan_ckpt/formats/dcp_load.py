@@ -25,6 +25,7 @@ from torchtitan_ckpt.formats.dcp_objects import raise_all, read_objects
 from torchtitan_ckpt.formats.dcp_plan import Job, compare, plan
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.pickle_parts import garbage_collection_paused
+from torchtitan_ckpt.formats.tensor_bytes import memory
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
 
@@ -167,7 +168,7 @@ class _Loader:
                     part = part.narrow(d, offsets[d] - job.offsets[d], n)
             item = ITEM_SIZE[job.dtype]
             if direct and length == math.prod(sizes) and part.is_contiguous():
-                yield partial(_read_direct, file, base + start * item, length * item, part)
+                yield partial(_read_direct, file, base + start * item, part)
             else:
                 strides = _strides(job.shard.sizes)
                 yield partial(
@@ -276,12 +277,8 @@ def _pieces(
             )
 
 
-def _memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _read_direct(file: File, offset: int, nbytes: int, target: torch.Tensor) -> None:
-    file.read_into(offset, _memory(target, nbytes))
+def _read_direct(file: File, offset: int, target: torch.Tensor) -> None:
+    file.read_into(offset, memory(target))
 
 
 def _read_window(
