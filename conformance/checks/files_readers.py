@@ -1,0 +1,136 @@
+"""Chapter `files`, second part: the readers that an adapter hands out."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conformance import codec as codecs
+from conformance.checks._words import by_template, by_words, count
+from conformance.fingerprint import State, same_bits
+from conformance.lab import AdapterRaised, Lab, NotApplicable
+from conformance.template import Leaf
+from conformance.verdict import Finding
+
+_ENOUGH = 2_000_000
+
+
+def _small(lab: Lab) -> dict[str, Leaf]:
+    """One tensor of each template of the files, small ones first, up to a few megabytes."""
+    chosen: dict[str, Leaf] = {}
+    total = 0
+    firsts = [keys[0] for keys in by_template(lab.export.leaves).values()]
+    for key in sorted(firsts, key=lambda k: lab.export.leaves[k].numel):
+        leaf = lab.export.leaves[key]
+        if chosen and total + leaf.numel > _ENOUGH:
+            break
+        chosen[key] = leaf
+        total += leaf.numel
+    return chosen
+
+
+def _reader(lab: Lab, path: str, **options: Any) -> Any:
+    adapter = lab.adapter()
+    make = getattr(adapter, "get_hf_storage_reader", None)
+    if make is None:
+        raise NotApplicable("the adapter has no get_hf_storage_reader")
+    try:
+        return make(path, **options)
+    except Exception as error:
+        raise AdapterRaised("get_hf_storage_reader", error) from error
+
+
+def _load(reader: Any, targets: State) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    # DCP warns at every call that there is no process group.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        load(dict(targets), storage_reader=reader, no_dist=True)
+
+
+def reader(lab: Lab) -> Iterator[Finding]:
+    """The adapter's own reader fills tensors from files that safetensors wrote."""
+    state = lab.noise(_small(lab), salt=20)
+    targets = {k: torch.zeros_like(v) for k, v in state.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        codecs.write(state, folder, {key: i % 2 + 1 for i, key in enumerate(state)})
+        source = _reader(lab, folder)
+        try:
+            _load(source, targets)
+        except BaseException as error:  # DCP's CheckpointException is not an Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            yield Finding(
+                what="the adapter's reader cannot read plain safetensors",
+                keys=tuple(state)[:1],
+                expected="a storage reader of torch.distributed.checkpoint",
+                actual=f"{type(source).__name__}: {type(error).__name__}: {str(error)[:160]}",
+                remedy="return HuggingFaceStorageReader(path)",
+            )
+            return
+    wrong = {k: "other bytes" for k, v in state.items() if not same_bits(v, targets[k])}
+    for words, keys in by_words(wrong):
+        yield Finding(
+            what=f"the adapter's reader reads {count(len(keys), 'tensor')} otherwise",
+            keys=tuple(keys),
+            expected="the bytes of the files",
+            actual=words,
+            remedy="return HuggingFaceStorageReader(path)",
+        )
+
+
+def quantized(lab: Lab) -> Iterator[Finding]:
+    """With from_quantized=True, fp8 weights come out as values, or the load is refused."""
+    try:
+        listed = list(lab.hf.leaves.values())
+    except (NotApplicable, AdapterRaised):
+        listed = []
+    packed = any(leaf is not None and leaf.dtype.startswith("float8") for leaf in listed)
+    if not lab.may.quantized and not packed:
+        raise NotApplicable("the subject does not declare quantized files (quantized)")
+    found = [k for k, leaf in _small(lab).items() if k.endswith(".weight") and len(leaf.shape) == 2]
+    if not found:
+        raise NotApplicable("no two-dimensional weight to quantize")
+    key = found[-1]
+    # Two blocks of 128 with a short last one in both directions: scales differ by block.
+    codes = (
+        (torch.arange(200 * 136) % 96 + 8)
+        .to(torch.uint8)
+        .reshape(200, 136)
+        .view(torch.float8_e4m3fn)
+    )
+    scales = codecs.blocks_of(codes)
+    target = {key: torch.zeros(200, 136)}
+    with tempfile.TemporaryDirectory() as folder:
+        name = key.removesuffix(".weight") + ".weight_scale_inv"
+        codecs.write({key: codes, name: scales}, folder, {key: 1, name: 2})
+        try:
+            source = _reader(lab, folder, from_quantized=True)
+            _load(source, target)
+        except AdapterRaised:
+            return
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            return
+    if torch.equal(target[key], codecs.dequantized(codes, scales)):
+        return
+    raw = torch.equal(target[key], codes.float())
+    yield Finding(
+        what="the quantized reader loads codes as weights"
+        if raw
+        else "the quantized reader gives other values than codes times scales",
+        keys=(key,),
+        coordinate="[0, 0]",
+        expected=f"{float(codes[0, 0].float() * scales[0, 0])} (code times scale)",
+        actual=f"{float(target[key][0, 0])}" + (" (the code)" if raw else ""),
+        cause="from_quantized is ignored and the plain reader returned"
+        if raw
+        else "scales are applied to other blocks",
+        remedy="return a dequantizing reader, or raise when from_quantized is asked for",
+    )

@@ -1,0 +1,114 @@
+"""Check an adapter or a manager against the contract.
+
+Looks back at the package `conformance`, lazily: everything else of this project is below it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    from conformance.verdict import Report
+
+
+@dataclass(frozen=True)
+class Args:
+    """Options of `torchtitan-ckpt check`."""
+
+    subjects: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SUBJECT [SUBJECT ...]")
+    ]
+    """pkg.mod:NAME, a shipped family, titan:<model>/<flavor>, or a folder of safetensors."""
+    check: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Only checks whose id matches this glob (repeatable)."""
+    level: int | None = None
+    """Only checks up to this level (1 keys, 2 values, 3 files, 4 forward, 5 ranks)."""
+    degrees: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Parallel degrees for the chapter reshard, e.g. dp_shard=2,tp=2 (repeatable)."""
+    seed: int = 20261201
+    """Seed of all values; the report prints it."""
+    max_elements: int = 48_000_000
+    """Check values on at most this many elements; larger models are checked on some layers."""
+    json: bool = False
+    """Print the report as JSON on stdout."""
+    json_file: Path | None = None
+    """Write the report as JSON."""
+    junit: Path | None = None
+    """Write the report as JUnit XML."""
+    html: Path | None = None
+    """Write the report as one HTML file."""
+    markdown: Path | None = None
+    """Write the report as Markdown."""
+    verbose: bool = False
+    """List every check that did not run."""
+
+
+def run(args: Args) -> int:
+    """Run the contract; 0 clean, 1 findings, 2 usage, 5 nothing was checked."""
+    from conformance import report_github, report_json, report_text
+    from conformance.engine import check
+    from torchtitan_ckpt.errors import ConfigError, Problem
+
+    if not args.subjects:
+        raise ConfigError(
+            Problem(
+                code="check.no-subject",
+                what="no subject was named",
+                expected="pkg.mod:NAME, a shipped family, or titan:<model>/<flavor>",
+                fix="torchtitan-ckpt check qwen3",
+            )
+        )
+    report = check(
+        args.subjects,
+        checks=args.check,
+        level=args.level,
+        seed=args.seed,
+        max_elements=args.max_elements,
+        progress=_progress if sys.stderr.isatty() else None,
+        **({"degrees": args.degrees} if args.degrees else {}),
+    )
+    _write(args, report)
+    print(
+        report_json.render(report)
+        if args.json
+        else report_text.render(report, verbose=args.verbose)
+    )
+    if report_github.active():
+        print(report_github.annotations(report), file=sys.stderr if args.json else sys.stdout)
+        report_github.write_summary(report)
+    return report.exit_code
+
+
+def _write(args: Args, report: Report) -> None:
+    from conformance import report_html, report_json, report_junit, report_markdown
+    from torchtitan_ckpt.errors import ConfigError, Problem
+
+    for path, module in (
+        (args.json_file, report_json),
+        (args.junit, report_junit),
+        (args.html, report_html),
+        (args.markdown, report_markdown),
+    ):
+        if path is None:
+            continue
+        try:
+            path.write_text(module.render(report), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                Problem(
+                    code="check.no-report",
+                    what="a report cannot be written",
+                    where=str(path),
+                    cause=error.strerror or str(error),
+                    fix="name a file in a folder that exists",
+                )
+            ) from error
+
+
+def _progress(cell: Any) -> None:
+    print(f"\r\x1b[2K{cell.id} {cell.verdict}", end="", file=sys.stderr, flush=True)
