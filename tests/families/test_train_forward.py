@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.train import registry
 from torchtitan_ckpt.train.models.config import read_hf_config
 from torchtitan_ckpt.train.models.qwen3 import Qwen3Model
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "qwen3"
+MAKE = FIXTURES.parent / "make_qwen3.py"
 NAMES = ("dense-untied", "dense-tied", "moe")
 # Sums of a few dozen products in another order: float32 rounding over thirteen layers.
 TOLERANCE = 1e-5
@@ -170,3 +174,40 @@ def test_a_model_can_be_built_on_meta() -> None:
         model = Qwen3Model(registry.MOE)
     assert all(value.is_meta for value in model.state_dict().values())
     assert set(model.state_dict()) == set(Qwen3Model(registry.MOE).state_dict())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_family_s_table_says_what_the_model_holds(name: str) -> None:
+    """Keys, shapes and dtypes of the table equal those of the live model, and weights that the
+    table renamed compute the stored logits."""
+    config = read_hf_config(FIXTURES / name)
+    adapter = MappingAdapter(config.to_hf(), str(FIXTURES / name))
+    model = Qwen3Model(config).eval()
+    live = {key: (tuple(v.shape), str(v.dtype)[6:]) for key, v in model.state_dict().items()}
+    assert {key: (e.shape, e.dtype) for key, e in adapter.native_entries().items()} == live
+    model.load_state_dict(adapter.from_hf(hf_weights(name)), strict=False)
+    tokens, expected = golden(name)
+    with torch.no_grad():
+        assert_close(model(tokens), expected)
+
+
+def test_the_fixtures_are_those_of_the_list() -> None:
+    done = subprocess.run(
+        [sys.executable, MAKE, "--check"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert sum(path.stat().st_size for path in FIXTURES.rglob("*")) < 4_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.needs_hf
+def test_the_script_makes_the_same_fixtures_again(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="wants the extra 'hf'")
+    made_by = json.loads((FIXTURES / "moe" / "config.json").read_text())["transformers_version"]
+    if transformers.__version__ != made_by:
+        pytest.skip(f"the fixtures were made by transformers {made_by}")
+    command = [sys.executable, MAKE, "--to", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # Logits may differ in their last bits on another processor; weights and configs may not.
+    changed = [line for line in done.stdout.splitlines() if "golden/" not in line]
+    assert changed == [], done.stderr
