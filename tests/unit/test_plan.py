@@ -1,0 +1,128 @@
+"""Planning without the hardware: DCP's own planners, the shortcut, sizes, coverage, speed."""
+
+from __future__ import annotations
+
+import io
+import math
+import tempfile
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conformance.degrees import CASES, Case
+from conformance.jobs import small_table
+from torchtitan_ckpt.manifest import TensorEntry
+from torchtitan_ckpt.parallel import ParallelDegrees
+from torchtitan_ckpt.plan_dcp import plan_with_dcp
+from torchtitan_ckpt.plan_items import object_item_bytes, tensor_item_bytes
+from torchtitan_ckpt.plan_state import Entry, full_entries, layout_faults
+from torchtitan_ckpt.plan_write import Written, plan_writes
+
+
+def native() -> dict[str, TensorEntry]:
+    return {k: TensorEntry(k, leaf.shape, leaf.dtype) for k, leaf in small_table().items()}
+
+
+def given_out(plan: Written) -> list[set[tuple[str, tuple[int, ...]]]]:
+    """For each rank the (key, offset) of what it writes."""
+    out: list[set[tuple[str, tuple[int, ...]]]] = [set() for _ in plan.writers]
+    for entry, kind, owners in zip(plan.entries, plan.kinds, plan.owners, strict=True):
+        for (offsets, _), owner in zip(kind.boxes, owners, strict=True):
+            out[owner].add((entry.key, offsets if entry.is_tensor else ()))
+    return out
+
+
+LARGER = (
+    Case(ParallelDegrees.parse("hsdp2x4 x tp2 x ep4")),
+    Case(ParallelDegrees.parse("fsdp4 x tp2 x pp2 x ep2"), chunks=2),
+    Case(ParallelDegrees.parse("fsdp12 x cp2")),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "lowest"),
+    [*((case, False) for case in (*CASES, *LARGER)), (CASES[-1], True)],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_the_shortcut_is_dcps_plan(case: Case, lowest: bool) -> None:
+    entries = full_entries(native(), case.degrees, chunks=case.chunks)
+    plan = plan_writes(entries, case.degrees, lowest_rank=lowest)
+    real = plan_with_dcp(entries, case.degrees, lowest_rank=lowest)
+    assert not plan.problems
+    expected = [
+        {(item.index.fqn, tuple(item.index.offset or ())) for item in p.items} for p in real.plans
+    ]
+    assert given_out(plan) == expected
+    for writer, dcp in zip(plan.writers, real.plans, strict=True):
+        chunks = [item.tensor_data for item in dcp.items if item.tensor_data is not None]
+        payload = sum(
+            math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in chunks
+        )
+        assert (writer.items, writer.payload) == (len(dcp.items), payload)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 7, 64, 255, 256, 300]), max_size=5),
+    st.sampled_from(["float32", "bfloat16", "float64", "int64", "bool", "uint8", "float8_e4m3fn"]),
+)
+def test_the_size_of_a_stored_tensor(shape: list[int], dtype: str) -> None:
+    if math.prod(shape) > 10**6:
+        shape = shape[:2]
+    value = torch.zeros(shape, dtype=getattr(torch, dtype))
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    assert tensor_item_bytes(tuple(shape), dtype) == buffer.tell()
+
+
+@pytest.mark.slow
+def test_the_size_of_a_stored_tensor_beyond_4_gib() -> None:
+    with tempfile.TemporaryFile() as file:
+        torch.save(torch.zeros(2**32 + 3, dtype=torch.uint8), file)
+        assert tensor_item_bytes((2**32 + 3,), "uint8") == file.tell()
+
+
+def test_the_size_of_a_stored_object() -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": (1, 2.5)}, buffer)
+    assert object_item_bytes({"a": (1, 2.5)}) == buffer.tell()
+
+
+def test_elements_that_no_rank_writes_are_found() -> None:
+    degrees = ParallelDegrees(dp_shard=2)
+    entries = full_entries(native(), degrees, optimizer=False)
+    plan = plan_writes(entries, degrees)
+    plan.kinds[0].boxes[1] = ((19, 0), (18, 24))
+    from torchtitan_ckpt.plan_write import coverage_problems
+
+    (problem,) = coverage_problems(plan)
+    assert "24 elements that no rank writes" in problem.what
+    assert "tok_embeddings.weight" in problem.what
+    plan.kinds[0].boxes[1] = ((18, 0), (19, 24))
+    assert "written twice" in coverage_problems(plan)[0].what
+
+
+def test_what_torch_refuses_is_said_with_the_key() -> None:
+    table = native() | {"layers.0.attention.wq.weight": TensorEntry("q", (17, 4), "float32")}
+    codes = {p.code: p for p in layout_faults(table, ParallelDegrees(dp_shard=4, tp=2))}
+    assert "layers.0.attention.wq.weight" in codes["parallel.strided-uneven"].what
+    codes = {p.code: p for p in layout_faults(table, ParallelDegrees(dp_shard=16))}
+    assert "layers.{10..11}.moe" in codes["parallel.uneven-dim"].what
+    codes = {p.code: p for p in layout_faults(table, ParallelDegrees(dp_shard=8, ep=8))}
+    assert "layers.11.moe" in codes["parallel.experts-uneven"].what
+
+
+def test_an_object_weighs_one_and_a_plain_tensor_goes_to_the_idlest() -> None:
+    """The rule that the shortcut replays, on a case small enough to do by hand."""
+    from torchtitan_ckpt.plan_state import PLAIN
+
+    degrees = ParallelDegrees(dp_shard=2)
+    entries = [
+        Entry("a", (), "", PLAIN, nbytes=500),
+        Entry("b", (3,), "float32", PLAIN),
+        Entry("c", (2,), "float32", PLAIN),
+        Entry("d", (), "", PLAIN, nbytes=500),
+    ]
+    assert plan_writes(entries, degrees).owners == [[0], [1], [0], [0]]
