@@ -2,7 +2,7 @@
 
 Any adapter of the protocol can be used by this project; `MappingAdapter` can be used by a
 torchtitan job as it is. What it adds to the protocol - plans, key lists, what is left out and why -
-comes from the family's table. It reads config.json and the index of `hf_assets_path`, and no weights.
+comes from the table of a family. It reads config.json and the index of `hf_assets_path`, no weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MappingAdapter:
     its attribute names, or a torchtitan 0.3.0 model config. What that lacks comes from the
     config.json of `hf_assets_path`. `generation` is `titan` or `npu` (see `families`); `experts` is
     the expert format, `standard` or `gmm`; `mtp=False` leaves MTP layers of the files out; `emit`
-    switches declared duplicates on.
+    switches declared duplicates on; `w13_shards` repairs a w13 fused shard by shard.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class MappingAdapter:
         experts: str = "standard",
         mtp: bool | None = None,
         emit: Collection[str] = (),
+        w13_shards: int = 1,
     ) -> None:
         self.model_config = model_config
         self.hf_assets_path = None if hf_assets_path is None else str(hf_assets_path)
@@ -71,7 +72,12 @@ class MappingAdapter:
         self.family = families.get(family) if isinstance(family, str) else family
         self.generation = generation or self.family.generations[0]
         self.mapping: KeyMapping = self.family.mapping(
-            self.config, self.generation, experts=experts, mtp=mtp, emit=emit
+            self.config,
+            self.generation,
+            experts=experts,
+            mtp=mtp,
+            emit=emit,
+            w13_shards=w13_shards,
         )
         self.fqn_to_index_mapping: dict[Any, int] | None = self._file_numbers()
 

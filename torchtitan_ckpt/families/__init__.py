@@ -13,7 +13,15 @@ from typing import Any
 from torchtitan_ckpt.errors import MappingError, Problem, nearest
 from torchtitan_ckpt.mapping.family import Family
 
-_MODULES = ("qwen3", "qwen3_moe")
+_MODULES = (
+    "llama3",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gpt_oss",
+)
 
 
 def names() -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Names and shapes: published headers and transformers 5.24; torchtitan 0.3.0 and 
 from __future__ import annotations
 
 from torchtitan_ckpt.mapping.family import Family, Row, block
+from torchtitan_ckpt.mapping.layers import main
 
 DEFAULTS = {
     "head_dim": "hidden_size // num_attention_heads",
@@ -79,6 +80,6 @@ FAMILY = Family(
     name="qwen3",
     model_types=("qwen3",),
     rows=(*TOP, *block(ATTENTION, **LAYER), *block(DENSE, **LAYER)),
-    sets={"main": lambda c: range(c["num_hidden_layers"])},
+    sets={"main": main},
     defaults=DEFAULTS,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torchtitan_ckpt.families.qwen3 import ATTENTION, DEFAULTS, DENSE, LAYER, TOP
 from torchtitan_ckpt.mapping.family import Family, Row, block
-from torchtitan_ckpt.mapping.layers import sparse, sparse_complement
+from torchtitan_ckpt.mapping.layers import main, sparse, sparse_complement
 from torchtitan_ckpt.mapping.ops import Split, Unstack
 
 MOE = (
@@ -63,7 +63,7 @@ FAMILY = Family(
         *block(MOE, **LAYER, layers="moe"),
     ),
     sets={
-        "main": lambda c: range(c["num_hidden_layers"]),
+        "main": main,
         "moe": sparse,
         "dense": sparse_complement,
     },

@@ -38,13 +38,19 @@ def run(group: Group, parts: Mapping[Part, DTensor], like: Mapping[str, Any]) ->
     mesh, placements = _common(parts)
     if group.side == rule.big:
         taken = _take(rule, parts[0, ()], mesh, placements)
-        return {group.part_key(p): _as(like, group.part_key(p), t) for p, t in taken.items()}
-    big = _join(rule, parts, group.counts(), mesh, placements)
-    origin = {getattr(part, _ORIGIN, None) for part in parts.values()}
-    wanted = origin.pop() if len(origin) == 1 else None
-    if wanted is not None and len(wanted) == mesh.ndim:
-        big = _to(big, wanted)
-    return {group.big_key: _as(like, group.big_key, big)}
+        made = {group.part_key(part): tensor for part, tensor in taken.items()}
+    else:
+        made = {group.big_key: _join(rule, parts, group.counts(), mesh, placements)}
+    origins = {getattr(part, _ORIGIN, None) for part in parts.values()}
+    origin = origins.pop() if len(origins) == 1 else None
+    return {key: _as(like, key, _back(tensor, origin)) for key, tensor in made.items()}
+
+
+def _back(value: DTensor, origin: Placements | None) -> DTensor:
+    """Put a tensor into the placements that its source came from, where they fit it."""
+    if origin is None or len(origin) != value.device_mesh.ndim:
+        return value
+    return _to(value, origin) if all(_dim_of(p) < value.ndim for p in origin) else value
 
 
 def _plain(value: DTensor) -> DTensor:
@@ -71,41 +77,17 @@ def _as(like: Mapping[str, Any], key: str, value: DTensor) -> DTensor:
 
 
 def _to(value: DTensor, placements: Placements) -> DTensor:
-    """Redistribute; via Replicate for the mesh dims where torch cannot go directly."""
-    if tuple(value.placements) == placements:
+    """Redistribute, by torch where it can: strided shards are made whole first, and cut locally."""
+    now = tuple(value.placements)
+    if now == placements:
         return value
-    now = tuple(value.placements)
-    strided = any(isinstance(p, _StridedShard) for p in (*now, *placements))
-    shared = _doubled(now) | _doubled(placements)
-    if strided or shared:
-        # Several mesh dims cut one dimension: order matters, so free those that change first.
-        free = tuple(
-            new if new == old else Replicate() for old, new in zip(now, placements, strict=True)
-        )
-        if strided:
-            dims = {_dim_of(p) for p in (*now, *placements) if isinstance(p, _StridedShard)}
-            free = tuple(
-                Replicate() if now != placements and _dim_of(p) in dims else p for p in free
-            )
-        value = value.redistribute(placements=free)
-        if strided:
-            return _cut(value, placements)
+    strided = {_dim_of(p) for p in (*now, *placements) if isinstance(p, _StridedShard)}
+    if not strided:
+        return value.redistribute(placements=placements)
+    whole = tuple(Replicate() if _dim_of(p) in strided else p for p in now)
+    target = tuple(Replicate() if _dim_of(p) in strided else p for p in placements)
+    value = value.redistribute(placements=whole).redistribute(placements=target)
     return value.redistribute(placements=placements)
-
-
-def _cut(value: DTensor, placements: Placements) -> DTensor:
-    """Take this rank's shard of a tensor that is whole along every dimension to be cut. Local."""
-    mesh = value.device_mesh
-    now = tuple(value.placements)
-    shape = tuple(value.shape)
-    have_shape, have_at = compute_local_shape_and_global_offset(shape, mesh, now)
-    want_shape, want_at = compute_local_shape_and_global_offset(shape, mesh, placements)
-    local = value.to_local()
-    for dim, length in enumerate(want_shape):
-        if length != have_shape[dim]:
-            start = want_at[dim] - have_at[dim] if length else 0
-            local = local.narrow(dim, start, length)
-    return _wrap(local.contiguous(), mesh, placements, shape)
 
 
 def _dim_of(placement: Placement) -> int:
@@ -160,6 +142,12 @@ def _image(
     for placement, size in zip(placements, sizes, strict=True):
         if _dim_of(placement) >= 0:
             total[_dim_of(placement)] = total.get(_dim_of(placement), 1) * size
+    for placement, size in zip(placements, sizes, strict=True):
+        # A strided shard is made of blocks cut by its split factor, whoever else cuts there.
+        if isinstance(placement, _StridedShard):
+            dim = _dim_of(placement)
+            if (total[dim] // size) % placement.split_factor:
+                total[dim] *= placement.split_factor
     out: list[int | None] = []
     for placement in placements:
         if isinstance(placement, Replicate):
@@ -180,25 +168,33 @@ def _image(
 def _movable(
     links: Sequence[Link], to_small: bool, shape: Shape, placements: Placements, mesh: DeviceMesh
 ) -> Placements:
-    """Placements under which the rule can run on local shards, as near to the given as possible."""
+    """Placements under which the rule can run on local shards, as near to the given as possible.
+
+    Mesh dims are kept from the outermost on while what is kept so far is carried; the others move
+    to a dimension that is not cut yet, one whose length their size divides if there is one.
+    """
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
-    image = _image(links, to_small, placements, sizes)
-    if all(dim is not None for dim in image):
+
+    def fits(trial: Sequence[Placement], i: int) -> int | None:
+        return _image(links, to_small, tuple(trial), sizes)[i]
+
+    if all(dim is not None for dim in _image(links, to_small, placements, sizes)):
         return placements
-    lost = {_dim_of(p) for p, d in zip(placements, image, strict=True) if d is None}
-    kept: list[Placement] = [
-        Replicate() if d is None or _dim_of(p) in lost - {-1} else p
-        for p, d in zip(placements, image, strict=True)
-    ]
-    for i, (placement, new) in enumerate(zip(placements, kept, strict=True)):
-        if placement == new or isinstance(placement, (Partial, Replicate)):
+    strided = {_dim_of(p) for p in placements if isinstance(p, _StridedShard)}
+    kept: list[Placement] = [Replicate()] * mesh.ndim
+    for i, placement in enumerate(placements):
+        trial = [*kept[:i], placement, *kept[i + 1 :]]
+        if _dim_of(placement) >= 0 and _dim_of(placement) not in strided:
+            kept[i] = placement if fits(trial, i) is not None else kept[i]
+    for i, placement in enumerate(placements):
+        if _dim_of(placement) < 0 or kept[i] == placement:
             continue
         choices = []
         for dim, length in enumerate(shape):
             trial = [*kept[:i], Shard(dim), *kept[i + 1 :]]
-            taken = any(_dim_of(p) == dim for p in kept)
-            found = _image(links, to_small, tuple(trial), sizes)[i]
-            if found is not None and not taken and length >= sizes[i]:
+            found = fits(trial, i)
+            free = all(_dim_of(p) != dim for p in kept)
+            if found is not None and free and length >= sizes[i]:
                 choices.append((length % sizes[i] != 0, found, dim))
         if choices:
             kept[i] = Shard(min(choices)[2])

@@ -20,6 +20,7 @@ from torchtitan_ckpt.mapping.quant import Layout
 from torchtitan_ckpt.mapping.rule import Entry, HfOnly, NativeOnly, Rule, Tied
 from torchtitan_ckpt.mapping.template import Domain
 from torchtitan_ckpt.mapping.view import Shape
+from torchtitan_ckpt.mapping.w13 import repair as w13_repair
 
 GENERATIONS = ("titan", "npu")
 Names = str | tuple[str, ...] | None
@@ -33,7 +34,7 @@ class Row:
     `shape` is that of each Hugging Face tensor (of the native one where `hf` is None), as
     comma-separated expressions over the config. `layers` names the family's set for `{layer}`.
     `dtype` pins a dtype that no export dtype changes. `copy_of` is the Hugging Face key that this
-    one repeats, in a `group` that can be switched on. `why` is the reason where a side is missing.
+    one repeats, in a `group` that can be switched on (`emit`: that is always written). `why` is the reason where a side is missing.
     """
 
     hf: Names
@@ -47,6 +48,7 @@ class Row:
     quant: str | None = None
     copy_of: str = ""
     group: str = ""
+    emit: bool = False
     import_loss: str = ""
     why: str = ""
 
@@ -120,11 +122,13 @@ class Family:
         experts: str = "standard",
         mtp: bool | None = None,
         emit: Collection[str] = (),
+        w13_shards: int = 1,
     ) -> KeyMapping:
         """The proved table for a config.
 
         `experts` is `standard` or `gmm` (w1 and w3 fused as w13, generation `npu`). `mtp=False`
         leaves the MTP layers of the files out. `emit` switches groups of duplicates on.
+        `w13_shards` reads a w13 that old code fused shard by shard (see `w13.py`).
         """
         self._check_options(generation, experts)
         config = self.config(values, gmm=experts == "gmm")
@@ -132,6 +136,8 @@ class Family:
         for row in self.rows:
             if row.when and not evaluate(row.when, config):
                 continue
+            if row.when == "gmm" and w13_shards > 1:
+                row = replace(row, ops=(w13_repair(w13_shards), *row.ops))
             entries.extend(self._entries(row, config, generation, mtp is not False))
         name = f"{self.name}/{generation}" + ("/gmm" if experts == "gmm" else "")
         return KeyMapping(entries, name=name, emit=emit)
@@ -222,6 +228,7 @@ class Family:
                 row.copy_of,
                 why=why,
                 group=row.group,
+                emit=row.emit,
                 import_loss=row.import_loss,
                 where=_of(key, where),
                 shape=shape,
@@ -264,7 +271,7 @@ def _names(names: Names, config: Config, family: Family) -> tuple[str, ...]:
         shifted = _SHIFTED.fullmatch(match[1])
         if shifted is None or shifted[1] not in family.placeholders():
             return str(evaluate(match[1], config))
-        shift = int(evaluate(shifted[2], config)) if shifted[2] else 0
+        shift = int(evaluate("0" + shifted[2], config)) if shifted[2] else 0
         return "{" + shifted[1] + (f"+{shift}" if shift else "") + "}"
 
     row = (names,) if isinstance(names, str) else names

@@ -74,7 +74,8 @@ class Transpose:
 class Regroup:
     """In blocks of `block` along `dim` (None: the whole), turn [rows, cols] into [cols, rows].
 
-    Exactly one of `rows` and `cols` may be None and follows from the block.
+    One of `rows` and `cols` may be None and follows from the block; with both given, the cells of
+    the grid are runs of equal length.
     """
 
     dim: int
@@ -92,12 +93,16 @@ class Regroup:
         axes = view.dims[dim]
         block = self.block if self.block is not None else size(axes)
         outer, inner = factor(axes, block) if self.block is not None else ((), axes)
-        known = self.rows if self.cols is None else self.cols
-        if not known or block % known:
+        known = (self.rows or 1) * (self.cols or 1)
+        if known == 0 or block % known:
             raise ShapeError(f"{block} does not split into {known} parts")
         cols = self.cols if self.cols is not None else block // known
-        left, right = factor(inner, cols) if size(inner) else (inner, ())
-        return (view.with_dim(dim, (*outer, *right, *left)),)
+        unit = block // known if self.rows is not None and self.cols is not None else 1
+        if not size(inner):
+            return (view,)
+        grid, cell = factor(inner, unit)
+        left, right = factor(grid, cols)
+        return (view.with_dim(dim, (*outer, *right, *left, *cell)),)
 
     def whole(self, shapes: Sequence[Shape], counts: dict[str, int]) -> Shape:
         return _same(shapes)

@@ -49,3 +49,5 @@ FP8 = Layout("float8_e4m3fn", "float32", (128, 128), ".weight_scale_inv")
 FP8_E8M0 = Layout("float8_e4m3fn", "float8_e8m0fnu", (128, 128), ".scale")
 FP4 = Layout("int8", "float8_e8m0fnu", (1, 32), ".scale", per_byte=2)
 MXFP4 = Layout("uint8", "uint8", (1, 32), "_scales", "_blocks", "", per_byte=2, grouped=True)
+# The -Base checkpoints of DeepSeek-V4, as reported publicly; not inspected.
+FP8_F32 = Layout("float8_e4m3fn", "float32", (128, 128), ".scale")
