@@ -8,30 +8,32 @@ reads alone, without collectives.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 
 from torchtitan_ckpt.errors import CheckpointError, DamagedError, Problem
+from torchtitan_ckpt.formats.box_reads import (
+    GAP,
+    WINDOW,
+    copy_box,
+    dtype_name,
+    read_tasks,
+)
 from torchtitan_ckpt.formats.dcp_layout import Layouts, tensor_of
 from torchtitan_ckpt.formats.dcp_manifest import read_manifest
 from torchtitan_ckpt.formats.dcp_objects import raise_all, read_objects
 from torchtitan_ckpt.formats.dcp_plan import Job, compare, plan
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.pickle_parts import garbage_collection_paused
-from torchtitan_ckpt.formats.tensor_bytes import memory
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
-from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
+from torchtitan_ckpt.manifest import Manifest
 
 _SMALL = 2**20  # items up to this size are read together
-_WINDOW = 8 * 2**20  # bytes of a window, and of one piece of a large item
-_GAP = 64 * 2**10  # bytes that are read and thrown away rather than skipped
 _ENDS = 4096  # bytes read ahead at both ends of a large item, for its zip directory
 
 
@@ -112,7 +114,7 @@ class _Loader:
                 last = window[-1].shard
                 gap = shard.byte_offset - last.byte_offset - last.byte_length
                 span = shard.byte_offset + shard.byte_length - window[0].shard.byte_offset
-                if gap > _GAP or span > _WINDOW:
+                if gap > GAP or span > WINDOW:
                     yield partial(self._small, file, window)
                     window = []
             window.append(job)
@@ -137,15 +139,11 @@ class _Loader:
                 and target.is_cpu
                 and payload.is_plain
                 and target.is_contiguous()
-                and _name(target.dtype) == job.dtype
+                and dtype_name(target.dtype) == job.dtype
             ):
                 ctypes.memmove(target.data_ptr(), address + at + payload.start, payload.nbytes)
             else:
-                dtype: torch.dtype = getattr(torch, payload.dtype)
-                count = payload.nbytes // dtype.itemsize
-                flat = torch.frombuffer(data, dtype=dtype, count=count, offset=at + payload.start)
-                whole = flat.as_strided(payload.size, payload.stride, payload.offset)
-                target.copy_(_box(whole, job))
+                copy_box(data, at, payload, job)
 
     # Large items
 
@@ -155,25 +153,7 @@ class _Loader:
         except CheckpointError as error:
             self.failures.append(error)
             return
-        base = job.shard.byte_offset + payload.start
-        if not payload.is_plain:
-            yield partial(self._strided, file, job, payload)
-            return
-        direct = job.target.is_cpu and _name(job.target.dtype) == job.dtype
-        for offsets, sizes in _pieces(job.shard.sizes, job.offsets, job.sizes, job.dtype):
-            start, length = _span(job.shard.sizes, offsets, sizes)
-            part = job.target
-            for d, n in enumerate(sizes):
-                if n != part.shape[d]:
-                    part = part.narrow(d, offsets[d] - job.offsets[d], n)
-            item = ITEM_SIZE[job.dtype]
-            if direct and length == math.prod(sizes) and part.is_contiguous():
-                yield partial(_read_direct, file, base + start * item, part)
-            else:
-                strides = _strides(job.shard.sizes)
-                yield partial(
-                    _read_window, file, base + start * item, length, job.dtype, strides, part
-                )
+        yield from read_tasks(file, job.shard.byte_offset, payload, job)
 
     def _payload(self, file: File, job: Job) -> Payload:
         """The payload of a large item, from bytes at its two ends."""
@@ -192,14 +172,6 @@ class _Loader:
         self._check(job, payload)
         return payload
 
-    def _strided(self, file: File, job: Job, payload: Payload) -> None:
-        """An item whose elements do not lie in row-major order: read whole, then copied."""
-        data = bytearray(payload.nbytes)
-        file.read_into(job.shard.byte_offset + payload.start, memoryview(data))
-        flat = torch.frombuffer(data, dtype=getattr(torch, payload.dtype))
-        whole = flat.as_strided(payload.size, payload.stride, payload.offset)
-        job.target.copy_(_box(whole, job))
-
     def _where(self, job: Job) -> str:
         return f"{self.folder.name.rstrip('/')}/{job.shard.file}: {job.key}"
 
@@ -216,80 +188,3 @@ class _Loader:
                     fix="use another step",
                 )
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype)[6:]
-
-
-def _box(whole: torch.Tensor, job: Job) -> torch.Tensor:
-    if job.is_whole:
-        return whole
-    return whole[tuple(slice(o, o + n) for o, n in zip(job.offsets, job.sizes, strict=True))]
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    out = []
-    step = 1
-    for n in reversed(sizes):
-        out.append(step)
-        step *= n
-    return tuple(reversed(out))
-
-
-def _span(shape: tuple[int, ...], offsets: Iterable[int], sizes: Iterable[int]) -> tuple[int, int]:
-    """First element of a box in a row-major tensor, and the elements from it to the last one."""
-    strides = _strides(shape)
-    start = sum(o * s for o, s in zip(offsets, strides, strict=True))
-    return start, 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-
-
-def _pieces(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into boxes whose bytes, from first to last, fit a window.
-
-    Cuts go along the outermost dimension that suffices. Rows that are much shorter than the
-    distance between them are read one by one, when each is worth a read of its own.
-    """
-    item = ITEM_SIZE[dtype]
-    dim = 0
-    while dim < len(shape) - 1:
-        inner = (*offsets[:dim], *offsets[dim:]), (*(1,) * dim, *sizes[dim:])
-        span = _span(shape, *inner)[1] * item
-        used = math.prod(sizes[dim:]) * item
-        sparse = span > 2 * used and math.prod(sizes[dim + 1 :]) * item >= _GAP
-        row = _span(shape, offsets, (*(1,) * (dim + 1), *sizes[dim + 1 :]))[1] * item
-        if not sparse and (span <= _WINDOW or row <= _WINDOW):
-            break
-        dim += 1
-    row = _span(shape, offsets, (*(1,) * (dim + 1), *sizes[dim + 1 :]))[1] * item
-    pitch = _strides(shape)[dim] * item
-    step = max(1, (_WINDOW - row) // pitch + 1)
-    for outer in product(
-        *(range(o, o + n) for o, n in zip(offsets[:dim], sizes[:dim], strict=True))
-    ):
-        for first in range(offsets[dim], offsets[dim] + sizes[dim], step):
-            count = min(step, offsets[dim] + sizes[dim] - first)
-            yield (
-                (*outer, first, *offsets[dim + 1 :]),
-                (*(1,) * dim, count, *sizes[dim + 1 :]),
-            )
-
-
-def _read_direct(file: File, offset: int, target: torch.Tensor) -> None:
-    file.read_into(offset, memory(target))
-
-
-def _read_window(
-    file: File,
-    offset: int,
-    count: int,
-    dtype: str,
-    strides: tuple[int, ...],
-    target: torch.Tensor,
-) -> None:
-    data = bytearray(count * ITEM_SIZE[dtype])
-    file.read_into(offset, memoryview(data))
-    flat = torch.frombuffer(data, dtype=getattr(torch, dtype))
-    target.copy_(flat.as_strided(tuple(target.shape), strides))

@@ -8,6 +8,7 @@ and against the size of the archive before anything is believed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import error as StructError
@@ -58,14 +59,21 @@ class Payload:
     @property
     def is_plain(self) -> bool:
         """Whether the storage is the tensor in row-major order and nothing else."""
-        if self.offset:
-            return False
+        return (
+            self.offset == 0
+            and self.is_row_major
+            and math.prod(self.size) * ITEM_SIZE[self.dtype] == self.nbytes
+        )
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie in row-major order without gaps, from `offset` on."""
         expected = 1
         for n, s in zip(reversed(self.size), reversed(self.stride), strict=True):
             if n != 1 and s != expected:
                 return False
             expected *= n
-        return expected * ITEM_SIZE[self.dtype] == self.nbytes
+        return True
 
 
 class Archive:
