@@ -81,19 +81,20 @@ def holds_tensor(value: Any) -> bool:
     return type(value) in (list, tuple) and any(holds_tensor(v) for v in value)
 
 
-def flatten(tree: Mapping[Any, Any]) -> tuple[dict[str, Any], Node]:
+def flatten(tree: Mapping[Any, Any], *, dicts: bool = True) -> tuple[dict[str, Any], Node]:
     """A nested state as flat `{name: leaf}` and the `Node` that brings it back.
 
-    Dicts are always flattened, as torch and torchtitan do; lists and tuples only where a tensor
-    lies in them. None never becomes a leaf: it lives in the node alone.
+    Lists and tuples are flattened only where a tensor lies in them; so are nested dicts, unless
+    `dicts` asks for all of them (optimizer state: torch and torchtitan write it so). None never
+    becomes a leaf: it lives in the node alone.
     """
     flat: dict[str, Any] = {}
     taken: set[str] = set()
-    children = [[key, _flatten(value, str(key), flat, taken)] for key, value in tree.items()]
+    children = [[key, _flatten(v, str(key), flat, taken, dicts)] for key, v in tree.items()]
     return flat, ("dict", children)
 
 
-def _flatten(value: Any, wanted: str, flat: dict[str, Any], taken: set[str]) -> Node:
+def _flatten(value: Any, wanted: str, flat: dict[str, Any], taken: set[str], dicts: bool) -> Node:
     if value is None:
         return ("none",)
     name = wanted
@@ -101,11 +102,12 @@ def _flatten(value: Any, wanted: str, flat: dict[str, Any], taken: set[str]) -> 
         name += "~"
     taken.add(name)
     kind = _CONTAINERS.get(type(value))
-    if kind in ("dict", "odict"):
-        pairs = [[k, _flatten(v, f"{name}.{k}", flat, taken)] for k, v in value.items()]
+    if kind in ("dict", "odict") and (dicts or holds_tensor(value)):
+        pairs = [[k, _flatten(v, f"{name}.{k}", flat, taken, dicts)] for k, v in value.items()]
         return (kind, pairs)
-    if kind is not None and holds_tensor(value):
-        return (kind, [_flatten(v, f"{name}.{i}", flat, taken) for i, v in enumerate(value)])
+    if kind in ("list", "tuple") and holds_tensor(value):
+        items = enumerate(value)
+        return (kind, [_flatten(v, f"{name}.{i}", flat, taken, dicts) for i, v in items])
     flat[name] = value
     return ("leaf", name)
 
