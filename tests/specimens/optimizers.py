@@ -74,7 +74,7 @@ class _Flat(dcp.DefaultSavePlanner):
     """The flat dict as it is: lists stay one leaf."""
 
     def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def save(folder: Path, optimizers: Any, parts: Any) -> dict[str, Any]:
