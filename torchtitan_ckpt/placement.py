@@ -8,8 +8,9 @@ and a test compares it with what `fully_shard` and `parallelize_module` really m
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -236,7 +237,7 @@ def layout_problems(
             )
     if problems:
         return problems
-    for coordinate in _corners(layout):
+    for coordinate in _doubtful(layout, shape):
         claimed, real = layout.box(shape, coordinate), layout.fsdp_box(shape, coordinate)
         empty = 0 in claimed[1] and 0 in real[1]
         if claimed != real and not empty:
@@ -256,14 +257,17 @@ def layout_problems(
     return []
 
 
-def _corners(layout: Layout) -> Iterable[dict[str, int]]:
-    """Every coordinate on the axes of a strided layout; nothing for others, which are sound."""
-    if not any(shard is not None and shard.split_factor > 1 for shard in layout.shards):
-        return
-    import itertools
-
-    for place in itertools.product(*(range(size) for size in layout.mesh_shape)):
-        yield dict(zip(layout.axes, place, strict=True))
+def _doubtful(layout: Layout, shape: tuple[int, ...]) -> Iterator[dict[str, int]]:
+    """The coordinates of a layout with a strided shard that does not divide; else nothing."""
+    strided = [
+        shard is not None
+        and shard.split_factor > 1
+        and shape[shard.dim] % (shard.split_factor * size)
+        for shard, size in zip(layout.shards, layout.mesh_shape, strict=True)
+    ]
+    if any(strided):
+        for place in itertools.product(*(range(size) for size in layout.mesh_shape)):
+            yield dict(zip(layout.axes, place, strict=True))
 
 
 _LAYER = re.compile(r"layers\.(\d+)\.")

@@ -66,19 +66,20 @@ def plan_writes(
 ) -> Written:
     """Plan the save of `entries`. `lowest_rank` is DCP's option `dedup_save_to_lowest_rank`."""
     world = degrees.world_size
-    where = [degrees.coordinate(rank) for rank in range(world)]
-    cache: dict[tuple[object, ...], Kind] = {}
-    kinds = [_kind(entry, degrees, where, cache) for entry in entries]
+    kinds = kinds_of(entries, degrees)
     writers = [Writer(rank) for rank in range(world)]
     owners = [[-1] * len(kind.boxes) for kind in kinds]
     loads = [0] * world
     load = loads.__getitem__
-    numbered = list(enumerate(zip(entries, kinds, strict=True)))
+    # DCP goes through rank 0's items, then through what rank 1 adds, and so on.
+    added: list[list[int]] = [[] for _ in range(world)]
+    for number, kind in enumerate(kinds):
+        for rank in kind.first:
+            added[rank].append(number)
     for rank in range(world):
-        for number, (entry, kind) in numbered:
-            chunk = kind.first.get(rank)
-            if chunk is None:
-                continue
+        for number in added[rank]:
+            kind = kinds[number]
+            chunk = kind.first[rank]
             holders = kind.holders[chunk]
             if len(holders) == 1:
                 chosen = rank
@@ -94,13 +95,20 @@ def plan_writes(
             writer.payload += kind.payload[chunk]
             writer.stored += stored
             if stored > writer.largest:
-                writer.largest, writer.largest_key = stored, entry.key
+                writer.largest, writer.largest_key = stored, entries[number].key
     for kind in kinds:
         for rank, chunk in kind.chunk_of.items():
             writers[rank].held += kind.payload[chunk]
     plan = Written(degrees, list(entries), kinds, owners, writers)
     plan.problems = coverage_problems(plan)
     return plan
+
+
+def kinds_of(entries: Sequence[Entry], degrees: ParallelDegrees) -> list[Kind]:
+    """The kind of each entry; entries that are cut alike share one."""
+    where = [degrees.coordinate(rank) for rank in range(degrees.world_size)]
+    cache: dict[tuple[object, ...], Kind] = {}
+    return [_kind(entry, degrees, where, cache) for entry in entries]
 
 
 def _kind(

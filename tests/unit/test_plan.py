@@ -10,13 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from conformance.degrees import CASES, Case
 from conformance.jobs import small_table
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.parallel import ParallelDegrees
-from torchtitan_ckpt.plan_dcp import plan_with_dcp
+from torchtitan_ckpt.plan_dcp import plan_reads_with_dcp, plan_with_dcp
 from torchtitan_ckpt.plan_items import object_item_bytes, tensor_item_bytes
+from torchtitan_ckpt.plan_read import plan_reads
 from torchtitan_ckpt.plan_state import Entry, full_entries, layout_faults
 from torchtitan_ckpt.plan_write import Written, plan_writes
 
@@ -126,3 +129,71 @@ def test_an_object_weighs_one_and_a_plain_tensor_goes_to_the_idlest() -> None:
         Entry("d", (), "", PLAIN, nbytes=500),
     ]
     assert plan_writes(entries, degrees).owners == [[0], [1], [0], [0]]
+
+
+PAIRS = [(CASES[n], CASES[(n + 5) % len(CASES)]) for n in range(len(CASES))]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda c: c.name)
+def test_planned_reads_are_dcps(source: Case, target: Case) -> None:
+    saved = full_entries(native(), source.degrees, chunks=source.chunks)
+    wanted = full_entries(native(), target.degrees, chunks=target.chunks)
+    plan = plan_reads(plan_writes(saved, source.degrees), wanted, target.degrees)
+    assert not plan.problems
+    metadata = plan_with_dcp(saved, source.degrees).metadata
+    real = plan_reads_with_dcp(metadata, wanted, target.degrees)
+    sizes = {
+        k: v.properties.dtype.itemsize
+        for k, v in metadata.state_dict_metadata.items()
+        if isinstance(v, TensorStorageMetadata)
+    }
+    for reader, dcp in zip(plan.readers, real, strict=True):
+        tensors = [i for i in dcp.items if i.type is LoadItemType.TENSOR]
+        needed = sum(math.prod(i.lengths) * sizes[i.dest_index.fqn] for i in tensors)
+        objects = sum(e.nbytes for e in wanted if _reads(e, reader.rank, target.degrees, saved))
+        assert reader.needed == needed + objects
+        full = [i for i in tensors if math.prod(i.lengths)]
+        assert reader.parts == len(full) + len(dcp.items) - len(tensors)
+
+
+def _reads(entry: Entry, rank: int, degrees: ParallelDegrees, saved: list[Entry]) -> bool:
+    if entry.is_tensor or entry.key not in {e.key for e in saved}:
+        return False
+    if entry.ranks is not None:
+        return rank in entry.ranks
+    return entry.stage in (None, degrees.coordinate(rank)["pp"])
+
+
+def test_a_rank_reads_only_the_files_that_hold_its_rows() -> None:
+    degrees = ParallelDegrees(dp_shard=8)
+    table = {"tok_embeddings.weight": TensorEntry("w", (64, 3), "float32")}
+    entries = full_entries(table, degrees, optimizer=False)
+    half = ParallelDegrees(dp_shard=2)
+    plan = plan_reads(
+        plan_writes(entries, degrees), full_entries(table, half, optimizer=False), half
+    )
+    assert plan.reads_from.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
+    assert [(r.needed, r.parts, r.files) for r in plan.readers] == [(384, 4, 4)] * 2
+
+
+def test_amplification_of_a_slice_out_of_large_chunks() -> None:
+    """One writer, many readers of its columns: DCP fetches the whole item each time."""
+    one, eight = ParallelDegrees(), ParallelDegrees(tp=8)
+    table = {"layers.0.feed_forward.w2.weight": TensorEntry("w", (4096, 8192), "float32")}
+    written = plan_writes(full_entries(table, one, optimizer=False), one)
+    plan = plan_reads(written, full_entries(table, eight, optimizer=False), eight)
+    whole = 4096 * 8192 * 4
+    for reader in plan.readers:
+        assert reader.needed == whole // 8
+        assert whole < reader.by_dcp < whole + 4096
+        assert reader.needed <= reader.by_ours <= whole + 2 * 4096
+
+
+def test_keys_that_the_planned_checkpoint_lacks_are_named() -> None:
+    degrees = ParallelDegrees(dp_shard=2)
+    entries = full_entries(native(), degrees)
+    written = plan_writes([e for e in entries if "wo" not in e.key], degrees)
+    (problem,) = plan_reads(written, entries, degrees).problems
+    assert problem.code == "plan.missing"
+    assert "layers.{0..11}.attention.wo.weight (12)" in problem.what
