@@ -150,7 +150,7 @@ def _file(path: Path) -> Detection:
     except OSError as error:
         return _nothing(text, "unreadable", error.strerror or str(error))
     refused = {"dcp": "a file, not a folder", "hf": "not named .safetensors"}
-    if head.startswith(b"PK\x03\x04") or head.startswith(bytes.fromhex("80028a0a6cfc9c46f9206aa8")):
+    if head.startswith((b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa8"))):
         return Detection(text, "torch", "file", refused)
     if path.suffix == ".safetensors":
         refused = {"dcp": "a file, not a folder", "torch": "it does not start like torch.save's"}

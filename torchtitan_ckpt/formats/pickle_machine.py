@@ -39,6 +39,10 @@ from torchtitan_ckpt.formats.pickle_parts import (
 _MAX_INT_BYTES = 8192
 
 
+class _Cut(Exception):
+    """The data ends inside an opcode."""
+
+
 def interpret(data: bytes, table: Table, *, where: str) -> Any:
     """The value that a pickle describes. Raises `RefusedError` or `DamagedError`, nothing else."""
     budget = 64 * 2**20 + 16 * len(data)
@@ -137,7 +141,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
             elif op == 0x8C:  # SHORT_BINUNICODE
                 end = i + 1 + data[i]
                 if end > len(data):
-                    raise IndexError
+                    raise _Cut
                 push(data[i + 1 : end].decode())
                 i = end
             elif op == 0x71:  # BINPUT
@@ -176,7 +180,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
                 i += 8
             elif op == 0x95:  # FRAME
                 if i + 8 > len(data):
-                    raise IndexError
+                    raise _Cut
                 i += 8
             elif op == 0x63:  # GLOBAL
                 middle = data.index(b"\n", i, i + 1024)
@@ -264,10 +268,11 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
     except UnicodeDecodeError:
         what = "a name or text that is not UTF-8"
         raise damaged(where, start, what, len(data)) from None
-    except (IndexError, StructError):
-        if i >= len(data) or not stack:
+    except (_Cut, StructError, IndexError) as error:
+        if not isinstance(error, IndexError) or i >= len(data):
             raise damaged(where, start, "the pickle is cut", len(data)) from None
-        raise damaged(where, start, "the pickle contradicts itself", len(data)) from None
+        what = "the pickle contradicts itself"
+        raise damaged(where, start, what, len(data)) from None
     except Exception as error:  # whatever a mangled file leads to ends in the error tree
         if table.trust and not isinstance(error, Malformed):
             raise damaged(where, start, f"{type(error).__name__}: {error}", len(data)) from error
@@ -277,13 +282,13 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
 
 def _text(data: bytes, start: int, end: int) -> str:
     if end > len(data):
-        raise IndexError
+        raise _Cut
     return data[start:end].decode()
 
 
 def _bytes(data: bytes, start: int, end: int) -> bytes:
     if end > len(data):
-        raise IndexError
+        raise _Cut
     return data[start:end]
 
 
