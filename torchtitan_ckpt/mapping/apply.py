@@ -145,12 +145,12 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return True
-    return bool(
-        torch.equal(
-            a.contiguous().reshape(-1).view(torch.uint8),
-            b.to(a.device).contiguous().reshape(-1).view(torch.uint8),
-        )
-    )
+    return bool(torch.equal(_bytes(a), _bytes(b.to(a.device))))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # A tensor of one element counts as contiguous with any stride, which view() refuses.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def parts_in_order(rule: Rule, counts: Sequence[int]) -> Iterator[Part]:

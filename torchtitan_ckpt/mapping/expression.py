@@ -45,7 +45,12 @@ class Config(Mapping[str, Any]):
             return value
         if name in self._defaults:
             default = self._defaults[name]
-            return evaluate(default, self) if isinstance(default, str) else default
+            if not isinstance(default, str):
+                return default
+            try:
+                return evaluate(default, self)
+            except MappingError:
+                raise self._missing(name) from None
         if name in self._values:
             return None
         raise self._missing(name)
