@@ -8,9 +8,8 @@ and a test compares it with what `fully_shard` and `parallelize_module` really m
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -97,9 +96,16 @@ class Layout:
     def box(
         self, shape: tuple[int, ...], coordinate: Mapping[str, int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offsets, sizes) of the part at a coordinate (`ParallelDegrees.coordinate`)."""
+        """(offsets, sizes) of the part at a coordinate, as the DTensor there describes itself.
+
+        `coordinate` is `ParallelDegrees.coordinate` of a rank.
+        """
         if not self.axes:
             return (0,) * len(shape), shape
+        strided = self.strided()
+        if strided is not None and self.rounds_alike(shape, coordinate[self.axes[strided]]):
+            # torch lists every row of a strided shard to find the first one.
+            return self.kept(shape, coordinate)
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
         where = [coordinate[axis] for axis in self.axes]
@@ -108,25 +114,59 @@ class Layout:
         )
         return tuple(offsets), tuple(sizes)
 
-    def fsdp_box(
+    def kept(
         self, shape: tuple[int, ...], coordinate: Mapping[str, int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What FSDP really keeps: it chunks the local tensor that tensor parallelism left.
 
-        `box` is what the DTensor says of it. They differ for some uneven sizes; see `problems`.
+        An empty part begins at the end of the whole tensor, as torch has it.
         """
         offsets, sizes = [0] * len(shape), list(shape)
-        for axis in reversed(self.axes):
-            place = self.axes.index(axis)
-            shard = self.shards[place]
+        for axis, shard, ranks in reversed(
+            list(zip(self.axes, self.shards, self.mesh_shape, strict=True))
+        ):
             if shard is None:
                 continue
-            size = sizes[shard.dim]
-            each = -(-size // self.mesh_shape[place])
-            start = min(each * coordinate[axis], size)
+            start, count = _chunk(sizes[shard.dim], ranks, coordinate[axis])
             offsets[shard.dim] += start
-            sizes[shard.dim] = min(each, size - start)
+            sizes[shard.dim] = count
+        for dim, count in enumerate(sizes):
+            if count == 0:
+                offsets[dim] = shape[dim]
         return tuple(offsets), tuple(sizes)
+
+    def strided(self) -> int | None:
+        """The place of the axis with a strided shard, or None."""
+        for place, shard in enumerate(self.shards):
+            if shard is not None and shard.split_factor > 1:
+                return place
+        return None
+
+    def rounds_alike(self, shape: tuple[int, ...], rank: int) -> bool:
+        """Whether FSDP over tensor parallelism keeps the rows that its DTensor describes.
+
+        `rank` is the place on the strided axis. FSDP takes a chunk of each tensor parallel part;
+        the DTensor says that these chunks together are cut evenly again.
+        """
+        place = self.strided()
+        shard = None if place is None else self.shards[place]
+        if place is None or shard is None:
+            return True
+        return _rounds_alike(shape[shard.dim], shard.split_factor, self.mesh_shape[place], rank)
+
+
+def _chunk(size: int, parts: int, number: int) -> tuple[int, int]:
+    """(start, length) of one of `parts` chunks, as `torch.chunk` cuts and pads with nothing."""
+    each = -(-size // parts)
+    start = min(each * number, size)
+    return start, min(each, size - start)
+
+
+@lru_cache(maxsize=65536)
+def _rounds_alike(rows: int, inner: int, outer: int, rank: int) -> bool:
+    taken = [_chunk(_chunk(rows, inner, part)[1], outer, rank)[1] for part in range(inner)]
+    total = sum(taken)
+    return taken == [_chunk(total, inner, part)[1] for part in range(inner)]
 
 
 @lru_cache(maxsize=4096)
@@ -237,37 +277,28 @@ def layout_problems(
             )
     if problems:
         return problems
-    for coordinate in _doubtful(layout, shape):
-        claimed, real = layout.box(shape, coordinate), layout.fsdp_box(shape, coordinate)
-        empty = 0 in claimed[1] and 0 in real[1]
-        if claimed != real and not empty:
-            at = ", ".join(f"{axis} {coordinate[axis]}" for axis in layout.axes)
-            return [
-                Problem(
-                    code="parallel.strided-uneven",
-                    what="FSDP over tensor parallelism leaves other rows than the DTensor says",
-                    where=f"{key} {list(shape)} at {at}",
-                    expected=f"offsets {list(real[0])}, sizes {list(real[1])}, as FSDP keeps them",
-                    actual=f"offsets {list(claimed[0])}, sizes {list(claimed[1])}",
-                    cause="these degrees do not divide the rows, torch shards them in another "
-                    "order, and a checkpoint would hold rows in wrong places",
-                    fix="pad the dimension, or choose degrees that divide it",
-                )
-            ]
-    return []
-
-
-def _doubtful(layout: Layout, shape: tuple[int, ...]) -> Iterator[dict[str, int]]:
-    """The coordinates of a layout with a strided shard that does not divide; else nothing."""
-    strided = [
-        shard is not None
-        and shard.split_factor > 1
-        and shape[shard.dim] % (shard.split_factor * size)
-        for shard, size in zip(layout.shards, layout.mesh_shape, strict=True)
+    place = layout.strided()
+    wrong = [
+        rank
+        for rank in range(0 if place is None else layout.mesh_shape[place])
+        if not layout.rounds_alike(shape, rank)
     ]
-    if any(strided):
-        for place in itertools.product(*(range(size) for size in layout.mesh_shape)):
-            yield dict(zip(layout.axes, place, strict=True))
+    if place is not None and wrong:
+        coordinate = dict.fromkeys(layout.axes, 0) | {layout.axes[place]: wrong[0]}
+        claimed, real = layout.box(shape, coordinate), layout.kept(shape, coordinate)
+        return [
+            Problem(
+                code="parallel.strided-uneven",
+                what="FSDP over tensor parallelism leaves other rows than the DTensor says",
+                where=f"{key} {list(shape)} at {layout.axes[place]} {wrong[0]}",
+                expected=f"offsets {list(real[0])}, sizes {list(real[1])}, as FSDP keeps them",
+                actual=f"offsets {list(claimed[0])}, sizes {list(claimed[1])}",
+                cause="these degrees do not divide the rows, torch shards them in another order, "
+                "and a checkpoint would hold rows in wrong places",
+                fix="pad the dimension, or choose degrees that divide it",
+            )
+        ]
+    return []
 
 
 _LAYER = re.compile(r"layers\.(\d+)\.")

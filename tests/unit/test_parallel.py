@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from conformance.jobs import small_table
 from torchtitan_ckpt.errors import ConfigError
 from torchtitan_ckpt.parallel import DENSE_AXES, OPTIONS, SPARSE_AXES, ParallelDegrees
+from torchtitan_ckpt.placement import SPLITS, Split, layout_of, layout_problems, stage_of_keys
 
 degree = st.sampled_from([1, 2, 3, 4])
 
@@ -120,3 +124,50 @@ def test_everything_wrong_is_said_at_once(
 
 def test_context_parallelism_is_folded_into_fsdp() -> None:
     assert ParallelDegrees(cp=2, dp_shard=3).fsdp == 6
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 60), st.integers(2, 5), st.integers(1, 6), st.integers(0, 5), st.integers(0, 4)
+)
+def test_boxes_of_strided_shards_are_torchs(
+    rows: int, tp: int, fsdp: int, shard: int, part: int
+) -> None:
+    """The shortcut must agree with torch wherever it is taken, empty parts included."""
+    degrees = ParallelDegrees(dp_shard=fsdp, tp=tp)
+    layout = layout_of(Split.COLUMN, (rows, 3), degrees)
+    if not layout.axes or "fsdp" not in layout.axes:
+        return
+    at = {"fsdp": shard % fsdp, "tp": part % tp}
+    sizes, offsets = _compute_local_shape_and_global_offset(
+        (rows, 3), layout.mesh_shape, [at[axis] for axis in layout.axes], layout.placements
+    )
+    assert layout.box((rows, 3), at) == (tuple(offsets), tuple(sizes))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(2, 5), st.integers(2, 6))
+def test_strided_shards_that_round_alike_cover_the_tensor(rows: int, tp: int, fsdp: int) -> None:
+    """Either every row lies on exactly one rank and torch says which, or the key is refused."""
+    degrees = ParallelDegrees(dp_shard=fsdp, tp=tp)
+    layout = layout_of(Split.COLUMN, (rows, 3), degrees)
+    everywhere = [degrees.coordinate(rank) for rank in range(degrees.world_size)]
+    kept = [layout.kept((rows, 3), at) for at in everywhere]
+    held = sorted(row for (o, _), (n, _) in kept for row in range(o, o + n))
+    assert held == list(range(rows))
+    if not layout_problems("w", Split.COLUMN, (rows, 3), degrees):
+        assert [layout.box((rows, 3), at) for at in everywhere] == kept
+
+
+def test_no_key_is_matched_by_two_patterns() -> None:
+    for key in small_table():
+        assert sum(bool(re.fullmatch(pattern, key)) for pattern, _ in SPLITS) <= 1
+
+
+def test_pipeline_stages_take_embedding_first_and_head_last() -> None:
+    stages = stage_of_keys(small_table(), 4)
+    layers = [stages[f"layers.{n}.attention.q_norm.weight"] for n in range(12)]
+    assert stages["tok_embeddings.weight"] == 0
+    assert stages["lm_head.weight"] == stages["norm.weight"] == 3
+    assert layers == sorted(layers)
+    assert [layers.count(stage) for stage in range(4)] == [3, 4, 3, 2]
