@@ -87,6 +87,11 @@ def begin(folder: Path, step: int) -> Path:
     return path
 
 
+def is_ours(path: Path) -> bool:
+    """Whether a folder carries the mark of an unfinished save of ours."""
+    return (path / _OURS).is_file()
+
+
 def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
     """Give a finished folder its name `step-N`; returns it.
 

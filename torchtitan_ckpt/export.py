@@ -1,0 +1,47 @@
+"""The model as a last save writes it: its dtype, its expert format, its Hugging Face names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
+from torchtitan_ckpt.collective import Ranks
+from torchtitan_ckpt.config import CheckpointConfig
+from torchtitan_ckpt.formats import hf
+from torchtitan_ckpt.job import JobState
+from torchtitan_ckpt.state.model import export_state_dict, pinned_fp32
+
+
+def native_model(job: JobState, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The model's tensors, floating ones cast to `dtype` unless the model pins them."""
+    state = job.model_state()
+    return state if dtype is None else export_state_dict(state, dtype, pinned_fp32(job.parts))
+
+
+def hf_model(job: JobState, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, Any]:
+    """The model under its Hugging Face names. Pinned are what the model and the family pin."""
+    if not isinstance(adapter, MappingAdapter):
+        return adapter.to_hf(native_model(job, dtype))
+    name = str(dtype).removeprefix("torch.")
+    return adapter.cast(adapter.to_hf(job.model_state()), name)
+
+
+def save_hf(
+    state: dict[str, Any],
+    adapter: StateDictAdapter,
+    path: str,
+    ranks: Ranks,
+    config: CheckpointConfig,
+) -> None:
+    """Write Hugging Face files. The file map is that of the adapter's index, where it has one."""
+    file_map = adapter.fqn_to_index_mapping or None
+    hf.save(
+        state,
+        path,
+        file_map={k: n for k, n in file_map.items() if k in state} if file_map else None,
+        process_group=ranks.group,
+        ownership=config.hf_ownership,
+        sync_files=config.sync_files,
+    )

@@ -1,0 +1,115 @@
+"""Write one step: a place of its own, the writer of a format, then its final name; or nothing.
+
+Returns on every rank or fails on every rank with the first cause. This module decides neither what
+nor when to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import posixpath
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchtitan_ckpt import folder as folders
+from torchtitan_ckpt.collective import Ranks
+from torchtitan_ckpt.config import is_remote
+from torchtitan_ckpt.errors import Problem, RankError, SaveError
+
+_CAUSES = {
+    errno.ENOSPC: ("the disk is full", "free space, or lower checkpoint.keep_latest_k"),
+    errno.EDQUOT: ("the quota is used up", "free space, or ask for a larger quota"),
+    errno.EACCES: ("no permission to write there", "correct the permissions or the dump_folder"),
+    errno.EPERM: ("no permission to write there", "correct the permissions or the dump_folder"),
+    errno.EROFS: ("the file system is read-only", "use another dump_folder"),
+    errno.EIO: ("the device or the network file system failed", "look at the system's log"),
+    errno.ENOTDIR: ("a part of the path is a file", "correct the dump_folder"),
+    errno.ENAMETOOLONG: ("a name is too long", "use a shorter dump_folder"),
+}
+
+
+@contextlib.contextmanager
+def os_errors_as_save_error(where: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a SaveError that names cause and remedy."""
+    try:
+        yield
+    except OSError as error:
+        cause, fix = _CAUSES.get(error.errno or 0, (error.strerror or str(error), "see the cause"))
+        raise SaveError(
+            Problem(
+                code="save.os",
+                what="The checkpoint could not be written.",
+                where=str(error.filename or where),
+                actual=f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {error.strerror}",
+                cause=cause,
+                fix=f"{fix}; the checkpoints before it are untouched",
+            )
+        ) from error
+
+
+def write_step(
+    ranks: Ranks, folder: str, step: int, write: Callable[[str], None], *, sync: bool
+) -> str:
+    """Write `step-N` into `folder`; returns its final path.
+
+    `write(path)` is called on every rank with the same empty folder and must leave a marker file
+    last; it returns or raises on all ranks together. Raises SaveError or RankError.
+    """
+    if is_remote(folder):
+        return _write_remote(ranks, folder, step, write)
+    path = ""
+    with ranks.together(f"making the folder of step {step}"):
+        if ranks.rank == 0:
+            with os_errors_as_save_error(folder):
+                path = str(folders.begin(Path(folder), step))
+    path = ranks.broadcast(path)
+    try:
+        with ranks.together(f"finding the folder of step {step}"):
+            _see(path, ranks.rank)
+        write(path)
+        final = str(Path(folder) / folders.step_name(step))
+        with ranks.together(f"publishing step {step}"):
+            if ranks.rank == 0:
+                with os_errors_as_save_error(path):
+                    folders.publish(Path(path), Path(folder), step, sync=sync)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return final
+
+
+def _see(path: str, rank: int) -> None:
+    """Raise unless this rank sees what rank 0 made; listing refreshes an NFS client's cache."""
+    with contextlib.suppress(OSError):
+        list(Path(path).iterdir())
+    if not folders.is_ours(Path(path)):
+        raise RankError(
+            Problem(
+                code="save.not-shared",
+                what=f"Rank {rank} does not see the folder that rank 0 made.",
+                where=f"{path} on {folders.this_host()}",
+                cause="the dump_folder is not on a file system that all nodes share",
+                fix="put dump_folder on shared storage",
+            )
+        )
+
+
+def _write_remote(ranks: Ranks, folder: str, step: int, write: Callable[[str], None]) -> str:
+    """Object stores rename nothing: the old marker goes first, the new one comes last."""
+    import fsspec
+
+    final = posixpath.join(folder, folders.step_name(step))
+    with ranks.together(f"clearing the place of step {step}"):
+        if ranks.rank == 0:
+            filesystem, inside = fsspec.core.url_to_fs(final)
+            with os_errors_as_save_error(final):
+                marker = posixpath.join(inside, ".metadata")
+                if filesystem.exists(marker):
+                    filesystem.rm_file(marker)
+                if filesystem.isdir(inside):
+                    filesystem.rm(inside, recursive=True)
+    write(final)
+    return final

@@ -1,0 +1,126 @@
+"""Look at the folders that a load may use, and say what each holds; decides nothing.
+
+Steps of the output folder are looked at newest first and only as far as needed: the first full one
+ends the search, because reading the metadata of every step of a large job takes minutes.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchtitan_ckpt import folder as folders
+from torchtitan_ckpt import formats
+from torchtitan_ckpt.config import MODEL, TRAINING_STATES, CheckpointConfig, is_remote
+from torchtitan_ckpt.decision import OutputView, SourceView, StepFolder, StepKind
+from torchtitan_ckpt.errors import CheckpointError
+from torchtitan_ckpt.formats import dcp, hf
+from torchtitan_ckpt.formats.quantized import is_quantized
+from torchtitan_ckpt.manifest import Manifest
+
+
+def look_at_output(
+    folder: str, *, load_step: int = -1, states: Iterable[str] = TRAINING_STATES
+) -> OutputView:
+    """What the output folder holds, as far as `load_step` needs to know.
+
+    `states` are the names of the job's states besides the model.
+    """
+    found = _list(folder)
+    if found is None:
+        return OutputView(folder)
+    paths, others = found
+    steps: list[StepFolder] = []
+    searching = True
+    for step in sorted(paths, reverse=True):
+        if (load_step == -1 and searching) or step == load_step:
+            steps.append(classify(paths[step], step, states))
+            searching = searching and steps[-1].kind is not StepKind.FULL
+        else:
+            steps.append(StepFolder(step, paths[step], StepKind.UNREAD))
+    return OutputView(folder, True, tuple(steps), tuple(others))
+
+
+def classify(path: str, step: int, names: Iterable[str] = TRAINING_STATES) -> StepFolder:
+    """What one step folder holds: its metadata is read and every file that it names is looked at.
+
+    Whatever is wrong makes it `BROKEN` with the first reason; nothing is raised.
+    """
+    detection = formats.detect(path)
+    try:
+        if detection.format == "dcp":
+            states = states_of(dcp.read_manifest(path), names)
+            if step == 0:
+                return StepFolder(step, path, StepKind.SEED)
+            kind = StepKind.FULL if states - {MODEL} else StepKind.MODEL_ONLY
+            return StepFolder(step, path, kind)
+        if detection.format == "hf":
+            hf.read_manifest(path)
+            return StepFolder(step, path, StepKind.HF)
+    except CheckpointError as error:
+        first = error.problems[0]
+        return StepFolder(step, path, StepKind.BROKEN, f"{first.what} [{first.code}]")
+    why = "; ".join(dict.fromkeys(detection.refused.values())) or "no checkpoint files"
+    return StepFolder(step, path, StepKind.BROKEN, why)
+
+
+def look_at_source(
+    config: CheckpointConfig, hf_assets_path: str | None, states: Iterable[str] = TRAINING_STATES
+) -> SourceView | None:
+    """What `initial_load_path` (or, with `initial_load_in_hf`, `hf_assets_path`) holds.
+
+    None when no such path is set. Raises the reader's error for a checkpoint that is damaged.
+    """
+    option, path = "checkpoint.initial_load_path", (config.initial_load_path or "").strip()
+    if not path and config.initial_load_in_hf and hf_assets_path:
+        option, path = "hf_assets_path", hf_assets_path.strip()
+    if not path:
+        return None
+    if not is_remote(path):
+        path = str(Path(path).expanduser().absolute())
+        if not Path(path).exists():
+            return SourceView(path, option)
+    detection = formats.detect(path)
+    if detection.format == "dcp":
+        manifest = dcp.read_manifest(path)
+        return SourceView(path, option, True, "dcp", states_of(manifest, states))
+    if detection.format == "hf":
+        manifest = hf.read_manifest(path)
+        return SourceView(path, option, True, "hf", quantized=is_quantized(manifest))
+    inside = _list(path)
+    steps = [folders.step_name(n) for n in sorted(inside[0])] if inside else []
+    return SourceView(
+        path,
+        option,
+        True,
+        detection.format,
+        refused=tuple(detection.refused.items()),
+        steps=tuple(steps),
+    )
+
+
+def states_of(manifest: Manifest, names: Iterable[str] = TRAINING_STATES) -> frozenset[str]:
+    """The top-level states that a DCP checkpoint holds, among `names` and the model."""
+    known = set(names) | set(TRAINING_STATES)
+    heads = {key.partition(".")[0] for key in manifest.keys}
+    model = {MODEL} if any(key.partition(".")[0] not in known for key in manifest.keys) else set()
+    return frozenset((heads & known) | model)
+
+
+def _list(folder: str) -> tuple[dict[int, str], list[str]] | None:
+    """Steps by number and names that only resemble one; None when there is no such folder."""
+    if not is_remote(folder):
+        path = Path(folder)
+        if not path.is_dir():
+            return None
+        steps = {n: str(p) for n, p in folders.list_steps(path).items()}
+        return steps, folders.look_alikes(path)
+    import fsspec
+
+    filesystem, inside = fsspec.core.url_to_fs(folder)
+    if not filesystem.isdir(inside):
+        return None
+    names = [posixpath.basename(name.rstrip("/")) for name in filesystem.ls(inside, detail=False)]
+    numbers = {name: folders.step_number(name) for name in names}
+    return {n: posixpath.join(folder, name) for name, n in numbers.items() if n is not None}, []
