@@ -231,7 +231,11 @@ def _survey_files(
     repeated: dict[str, list[str]] = {}
     unlisted: dict[str, list[str]] = {}
     for name, header in headers.items():
-        offsets = sharding_info(header)
+        try:
+            offsets = sharding_info(header)
+        except DamagedError as error:
+            problems.extend(error.problems)
+            continue
         for key, item in header.items.items():
             if weight_map is not None and weight_map.get(key, "") != name:
                 (repeated if key in weight_map else unlisted).setdefault(name, []).append(key)
