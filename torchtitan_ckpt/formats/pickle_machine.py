@@ -21,6 +21,7 @@ from typing import Any
 
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.formats.pickle_parts import (
+    REFUSED_OPCODES,
     ByReference,
     Charge,
     Function,
@@ -37,6 +38,7 @@ from torchtitan_ckpt.formats.pickle_parts import (
 )
 
 _MAX_INT_BYTES = 8192
+_ARGUMENT = {0x6A: 3, 0x4D: 1}  # bytes of an argument after its first, where they are read one by one
 
 
 class _Cut(Exception):
@@ -62,7 +64,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
     marks: list[int] = []
     memo: list[Any] = []
     push, pop, memoize = stack.append, stack.pop, memo.append
-    i = start = 0
+    i = start = op = 0
     value: Any
     try:
         while True:
@@ -183,8 +185,8 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
                     raise _Cut
                 i += 8
             elif op == 0x63:  # GLOBAL
-                middle = data.index(b"\n", i, i + 1024)
-                end = data.index(b"\n", middle + 1, middle + 1024)
+                middle = _line(data, i)
+                end = _line(data, middle + 1)
                 push(_find(table, _text(data, i, middle), _text(data, middle + 1, end)))
                 i = end + 1
             elif op == 0x93:  # STACK_GLOBAL
@@ -257,8 +259,8 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
                 if len(stack) != 1 or marks:
                     raise Malformed("it ends with other than one value")
                 return stack[0]
-            elif op in _KNOWN_BUT_REFUSED:
-                raise Refused(f"it uses the opcode {_KNOWN_BUT_REFUSED[op]}")
+            elif op in REFUSED_OPCODES:
+                raise Refused(f"it uses the opcode {REFUSED_OPCODES[op]}")
             else:
                 raise Malformed(f"0x{op:02x} is no pickle opcode")
     except CheckpointError:
@@ -269,7 +271,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
         what = "a name or text that is not UTF-8"
         raise damaged(where, start, what, len(data)) from None
     except (_Cut, StructError, IndexError) as error:
-        if not isinstance(error, IndexError) or i >= len(data):
+        if not isinstance(error, IndexError) or i + _ARGUMENT.get(op, 0) >= len(data):
             raise damaged(where, start, "the pickle is cut", len(data)) from None
         what = "the pickle contradicts itself"
         raise damaged(where, start, what, len(data)) from None
@@ -284,6 +286,14 @@ def _text(data: bytes, start: int, end: int) -> str:
     if end > len(data):
         raise _Cut
     return data[start:end].decode()
+
+
+def _line(data: bytes, start: int) -> int:
+    """Where the line that starts there ends; names of modules and classes are short."""
+    end = data.find(b"\n", start, start + 1024)
+    if end < 0:
+        raise _Cut if start + 1024 > len(data) else Malformed("a name without an end")
+    return end
 
 
 def _bytes(data: bytes, start: int, end: int) -> bytes:
@@ -310,30 +320,6 @@ _SIZED: Mapping[int, tuple[str, int, Callable[[bytes], Any]]] = {
     0x8D: ("<Q", 8, _utf8),
     0x96: ("<Q", 8, bytearray),
     0x8B: ("<I", 4, _integer),
-}
-
-_KNOWN_BUT_REFUSED = {
-    0x82: "EXT1",
-    0x83: "EXT2",
-    0x84: "EXT4",
-    0x92: "NEWOBJ_EX",
-    0x97: "NEXT_BUFFER",
-    0x98: "READONLY_BUFFER",
-    ord("P"): "PERSID",
-    ord("i"): "INST",
-    ord("o"): "OBJ",
-    ord("I"): "INT",
-    ord("L"): "LONG",
-    ord("F"): "FLOAT",
-    ord("S"): "STRING",
-    ord("T"): "BINSTRING",
-    ord("U"): "SHORT_BINSTRING",
-    ord("V"): "UNICODE",
-    ord("l"): "LIST",
-    ord("d"): "DICT",
-    ord("g"): "GET",
-    ord("p"): "PUT",
-    ord("2"): "DUP",
 }
 
 

@@ -20,6 +20,31 @@ _MAX_KEY_ITEMS = 64
 _MAX_DEPTH = 200
 _MAX_ITEMS = 50_000_000
 
+# Opcodes that exist, and that no writer of checkpoints uses.
+REFUSED_OPCODES = {
+    0x82: "EXT1",
+    0x83: "EXT2",
+    0x84: "EXT4",
+    0x92: "NEWOBJ_EX",
+    0x97: "NEXT_BUFFER",
+    0x98: "READONLY_BUFFER",
+    ord("P"): "PERSID",
+    ord("i"): "INST",
+    ord("o"): "OBJ",
+    ord("I"): "INT",
+    ord("L"): "LONG",
+    ord("F"): "FLOAT",
+    ord("S"): "STRING",
+    ord("T"): "BINSTRING",
+    ord("U"): "SHORT_BINSTRING",
+    ord("V"): "UNICODE",
+    ord("l"): "LIST",
+    ord("d"): "DICT",
+    ord("g"): "GET",
+    ord("p"): "PUT",
+    ord("2"): "DUP",
+}
+
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
