@@ -1,65 +1,18 @@
 // The operators that checkpointing and the optimizers need.
 //
-// torch_npu calls an operator in two phases: aclnnXGetWorkspaceSize plans, aclnnX launches. Here the
-// first checks every argument and makes the task; the second submits it to the stream. Arithmetic is
-// done in float (double for double, int64 for integers) and rounded once, on storing; reductions
-// and matrix products accumulate in double. Rounding is therefore close to Ascend's, never equal.
+// Arithmetic is done in float (double for double, int64 for integers) and rounded once, on storing;
+// reductions and matrix products accumulate in double. Rounding is therefore close to Ascend's, never
+// equal.
+#include "operators.h"
+
 #include <cmath>
 #include <limits>
 
-#include "tensors.h"
-
 using namespace sim;
-
-namespace {
-
-using In = const aclTensor*;
-using Out = aclTensor*;
-using Number = const aclScalar*;
-using List = const aclTensorList*;
-using OutList = aclTensorList*;
-using Numbers = const aclScalarList*;
-using Dims = const aclIntArray*;
-
-template <class Make>
-int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor, Make make) {
-  *workspace = 0;
-  *executor = nullptr;
-  ENTER(name);
-  try {
-    *executor = new aclOpExecutor{make()};
-    return kSuccess;
-  } catch (const Refused& refused) {
-    return fail(refused.code, "%s: %s", name, refused.why.c_str());
-  }
-}
-
-// torch_npu may ignore the result of the first phase; then there is no executor.
-int launch(const char* name, aclOpExecutor* executor, void* stream) {
-  if (!executor) return fail(kAclnnNull, "%s: launched without a plan", name);
-  Task task = std::move(executor->task);
-  delete executor;
-  return submit(stream, std::move(task));
-}
-
-}  // namespace
-
-// Defines both phases; the last argument is a body that returns the task.
-#define OPERATOR(name, params, ...)                                                     \
-  API int name##GetWorkspaceSize(UNPACKED params, uint64_t* workspace_out,              \
-                                 aclOpExecutor** executor_out) {                        \
-    return plan(#name, workspace_out, executor_out, [&]() -> Task __VA_ARGS__);         \
-  }                                                                                     \
-  API int name(void*, uint64_t, aclOpExecutor* executor, void* stream) {                \
-    return launch(#name, executor, stream);                                             \
-  }
-#define UNPACKED(...) __VA_ARGS__
 
 // ---- copies, casts, layout: one strided copy does them all
 
-namespace {
-
-Task copy(Tensor out, Tensor in) {
+Task sim::copy(Tensor out, Tensor in) {
   const bool same = out.dtype == in.dtype;
   if (same && out.sizes == in.sizes && out.dense() && in.dense()) {
     return [=] {
@@ -84,7 +37,7 @@ Task copy(Tensor out, Tensor in) {
   };
 }
 
-Task fill(Tensor out, Scalar value) {
+Task sim::fill(Tensor out, Scalar value) {
   return [=] {
     walk(out.sizes, std::array<Ints, 1>{out.strides}, [&](const auto& offsets) {
       if (is_floating(out.dtype)) {
@@ -97,13 +50,14 @@ Task fill(Tensor out, Scalar value) {
   };
 }
 
-// The part of `t` from `start` along `dim`, `length` long.
-Tensor narrow(Tensor t, int64_t dim, int64_t start, int64_t length) {
+Tensor sim::narrow(Tensor t, int64_t dim, int64_t start, int64_t length) {
   if (start < 0 || start + length > t.sizes[dim]) refuse("parts do not fit the output");
   if (t.data) t.data = t.at(start * t.strides[dim]);
   t.sizes[dim] = length;
   return t;
 }
+
+namespace {
 
 Task concatenate(const std::vector<Tensor>& parts, int64_t dim, const Tensor& out) {
   int64_t start = 0;
@@ -295,15 +249,6 @@ OPERATOR(aclnnPowTensorScalar, (In x, Number exponent, Out out), {
   }, operand(x));
 })
 
-#define UNARY(Name, expression)                                                         \
-  OPERATOR(aclnn##Name, (In self, Out out), {                                           \
-    return elementwise(operand(out), [](auto x) { return static_cast<decltype(x)>(expression); }, \
-                       operand(self));                                                  \
-  })                                                                                    \
-  OPERATOR(aclnnInplace##Name, (Out self), {                                            \
-    return elementwise(operand(self), [](auto x) { return static_cast<decltype(x)>(expression); }, \
-                       operand(self));                                                  \
-  })
 UNARY(Sqrt, std::sqrt(x))
 UNARY(Neg, -x)
 UNARY(Abs, x < 0 ? -x : x)
@@ -430,23 +375,38 @@ OPERATOR(aclnnLinalgVectorNorm, (In self, Number ord, Dims dims, bool, int, Out 
                 [](double value, double) { return std::sqrt(value); });
 })
 
-// ---- matrix products, two-dimensional
+// ---- matrix products, with dimensions of batches in front
 
 namespace {
 
 Task product(Tensor a, Tensor b, Tensor out) {
-  if (a.rank() != 2 || b.rank() != 2 || out.rank() != 2) refuse("only two dimensions");
-  if (a.sizes[1] != b.sizes[0] || out.sizes != Ints{a.sizes[0], b.sizes[1]})
+  const int64_t rank = out.rank();
+  if (rank < 2 || a.rank() < 2 || b.rank() < 2) refuse("only matrices are simulated");
+  const int64_t rows = out.sizes[rank - 2], columns = out.sizes[rank - 1];
+  const int64_t depth = a.sizes.back();
+  if (a.sizes[a.rank() - 2] != rows || b.sizes[b.rank() - 2] != depth || b.sizes.back() != columns)
     refuse("shapes do not multiply");
+  // The batch: the same walk over all three, with the last two dimensions cut off.
+  const auto batch = [](Tensor t) {
+    t.sizes.resize(t.rank() - 2);
+    t.strides.resize(t.sizes.size());
+    return t;
+  };
+  const Tensor many = batch(out);
+  const std::array<Ints, 3> strides{many.strides, broadcast(batch(a), many.sizes),
+                                    broadcast(batch(b), many.sizes)};
+  const auto stride = [](const Tensor& t, int64_t from_end) { return t.strides[t.rank() - from_end]; };
   return [=] {
-    for (int64_t i = 0; i < out.sizes[0]; ++i)
-      for (int64_t j = 0; j < out.sizes[1]; ++j) {
-        double sum = 0;
-        for (int64_t k = 0; k < a.sizes[1]; ++k)
-          sum += load<double>(a.dtype, a.at(i * a.strides[0] + k * a.strides[1])) *
-                 load<double>(b.dtype, b.at(k * b.strides[0] + j * b.strides[1]));
-        store(out.dtype, out.at(i * out.strides[0] + j * out.strides[1]), sum);
-      }
+    walk(many.sizes, strides, [&](const auto& at) {
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j) {
+          double sum = 0;
+          for (int64_t k = 0; k < depth; ++k)
+            sum += load<double>(a.dtype, a.at(at[1] + i * stride(a, 2) + k * stride(a, 1))) *
+                   load<double>(b.dtype, b.at(at[2] + k * stride(b, 2) + j * stride(b, 1)));
+          store(out.dtype, out.at(at[0] + i * stride(out, 2) + j * stride(out, 1)), sum);
+        }
+    });
     return int{kSuccess};
   };
 }
@@ -456,6 +416,8 @@ Task product(Tensor a, Tensor b, Tensor out) {
 OPERATOR(aclnnMm, (In a, In b, Out out, int8_t),
          { return product(operand(a), operand(b), operand(out)); })
 OPERATOR(aclnnMatmul, (In a, In b, Out out, int8_t),
+         { return product(operand(a), operand(b), operand(out)); })
+OPERATOR(aclnnBatchMatMul, (In a, In b, Out out, int8_t),
          { return product(operand(a), operand(b), operand(out)); })
 
 // ---- random numbers: a counter-based generator, not Ascend's

@@ -201,6 +201,48 @@ def test_adamw_against_the_cpu(how: str):
         assert difference < (1e-6 if how == "fused" else 1e-7), difference
 
 
+def test_a_small_language_model_learns_as_on_the_cpu():
+    """Loss and every gradient of the reference job's Qwen3, with grouped heads and dropout."""
+    from torchtitan_ckpt.train.models.config import Qwen3Config
+    from torchtitan_ckpt.train.models.qwen3 import Qwen3Model, init_weights
+
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=18,
+        intermediate_size=26,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    host = Qwen3Model(config, dropout=0.1)
+    init_weights(host, config, 0)
+    npu = copy.deepcopy(host).to(NPU)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, 50, (2, 2, 11), generator=generator)
+    losses = []
+    for model in (host, npu):
+        where = next(model.parameters()).device
+        model.noise.manual_seed(1)
+        logits = model(tokens.to(where)).reshape(-1, 50)
+        loss = nn.functional.cross_entropy(logits, labels.to(where).reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        losses.append(loss.item())
+    assert abs(losses[0] - losses[1]) < 1e-5
+    for (name, p), q in zip(host.named_parameters(), npu.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p.grad.abs().max() > 0, name
+        assert torch.allclose(p.grad, q.grad.cpu(), rtol=1e-3, atol=1e-6), name
+
+
+def test_an_index_out_of_range_is_an_error():
+    table = torch.ones(5, 3, device=NPU)
+    with pytest.raises(RuntimeError, match="index 5 of 5"):
+        nn.functional.embedding(torch.tensor([1, 5], device=NPU), table).cpu()
+
+
 # ------------------------------------------------------------------ torch_npu's own differences
 
 
