@@ -64,10 +64,7 @@ class Trainer:
     def __init__(self, job: JobConfig, world: World, out: TextIO) -> None:
         assert job.model is not None
         self.job, self.world, self.out, self.config = job, world, out, job.model
-        torch.use_deterministic_algorithms(True, warn_only=world.device.type != "cpu")
-        if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            # Sums over threads depend on how many there are, and models this small gain nothing.
-            torch.set_num_threads(1)
+        _repeatable(world.device)
         torch.manual_seed(job.training.seed)
         self.parts = build_parts(job, world)
         self.optimizers = [make_optimizer(part, job.optimizer) for part in self.parts]
@@ -157,3 +154,11 @@ class Trainer:
             base_folder=self.job.dump_folder,
             hf_assets_path=self.job.hf_assets_path,
         )
+
+
+def _repeatable(device: torch.device) -> None:
+    """Let the same step give the same bits every time."""
+    torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Sums over threads depend on how many there are, and models this small gain nothing.
+        torch.set_num_threads(1)

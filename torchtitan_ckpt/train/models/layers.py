@@ -13,6 +13,23 @@ from torch import Tensor, nn
 from torchtitan_ckpt.train.models.config import Qwen3Config
 
 
+class Linear(nn.Linear):
+    """Without bias, and without first values, which `init_weights` or a checkpoint gives."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Nothing: torch's own draw would move the random stream."""
+
+
+class Embedding(nn.Embedding):
+    """Without first values, like `Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, for the reasons of `Linear`."""
+
+
 class RMSNorm(nn.Module):
     """Scale by the root mean square over the last dimension, in float32."""
 
@@ -52,11 +69,9 @@ class QKVLinear(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         keys = config.num_key_value_heads * config.head_dim
-        self.wq = nn.Linear(
-            config.hidden_size, config.num_attention_heads * config.head_dim, bias=False
-        )
-        self.wk = nn.Linear(config.hidden_size, keys, bias=False)
-        self.wv = nn.Linear(config.hidden_size, keys, bias=False)
+        self.wq = Linear(config.hidden_size, config.num_attention_heads * config.head_dim)
+        self.wk = Linear(config.hidden_size, keys)
+        self.wv = Linear(config.hidden_size, keys)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.wq(x), self.wk(x), self.wv(x)
@@ -70,9 +85,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.groups = config.groups
         self.qkv_linear = QKVLinear(config)
-        self.wo = nn.Linear(
-            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
-        )
+        self.wo = Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -95,9 +108,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w1 = Linear(config.hidden_size, config.intermediate_size)
+        self.w2 = Linear(config.intermediate_size, config.hidden_size)
+        self.w3 = Linear(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))

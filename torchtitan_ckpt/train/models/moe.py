@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchtitan_ckpt.train.models.collectives import gather_rows, sum_ranks
 from torchtitan_ckpt.train.models.config import Qwen3Config
+from torchtitan_ckpt.train.models.layers import Linear
 
 
 class Router(nn.Module):
@@ -22,7 +23,7 @@ class Router(nn.Module):
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.gate = Linear(config.hidden_size, config.num_experts)
         self.top_k = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_ckpt.train.models.config import Qwen3Config
-from torchtitan_ckpt.train.models.layers import Attention, FeedForward, RMSNorm, rotary
+from torchtitan_ckpt.train.models.layers import (
+    Attention,
+    Embedding,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    rotary,
+)
 from torchtitan_ckpt.train.models.moe import MoE
 
 
@@ -58,13 +65,11 @@ class Qwen3Model(nn.Module):
         self.dropout = dropout
         # Seeded anew for every step by the trainer, from the one stream that `train_state` saves.
         self.noise = torch.Generator()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size) if first else None
+        self.tok_embeddings = Embedding(config.vocab_size, config.hidden_size) if first else None
         chosen = range(config.num_hidden_layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(index): Block(config, index) for index in chosen})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
-        self.lm_head = (
-            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if last else None
-        )
+        self.lm_head = Linear(config.hidden_size, config.vocab_size) if last else None
         self.tie()
 
     def tie(self) -> None:
