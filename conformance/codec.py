@@ -32,7 +32,7 @@ class Own:
     def load(self, folder: str, targets: dict[str, Any]) -> None:
         from torchtitan_ckpt.formats import hf
 
-        hf.load(folder, targets)
+        hf.load(folder, targets, raw=True)
 
 
 def own() -> Own | None:

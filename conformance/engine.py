@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from conformance.contract import CONTRACT, VERSION, Check, known, select
@@ -31,11 +32,13 @@ def check(
     max_elements: int = MAX_ELEMENTS,
     version: str = VERSION,
     without: Sequence[str] = (),
+    degrees: Sequence[Any] = (),
     progress: Callable[[Cell], None] | None = None,
 ) -> Report:
     """Run subjects through the contract and return every cell.
 
     checks    globs of ids; level: the highest level; without: ids that are left out
+    degrees   parallel degrees for the chapter reshard, in place of the subjects' own
     Raises ConfigError for ids that are not in the contract.
     """
     from conformance.subjects import resolve
@@ -55,6 +58,8 @@ def check(
     notes: list[str] = []
     for subject in resolved:
         known(subject.expect, f"expect of subject {subject.name}")
+        if degrees:
+            subject = replace(subject, degrees=tuple(degrees))
         bench = Bench(subject, seed=seed, max_elements=max_elements)
         for clause in chosen:
             with one_thread():

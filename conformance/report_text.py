@@ -82,7 +82,7 @@ def summary(report: Report) -> str:
     counts = " · ".join(f"{n} {verdict}" for verdict, n in report.counts.items() if n)
     versions = " ".join(f"{k} {v}" for k, v in report.versions.items())
     text = (
-        f"{len(report.cells)} cells ({_plural(len(report.subjects), 'subject')} x "
+        f"{_plural(len(report.cells), 'cell')} ({_plural(len(report.subjects), 'subject')} x "
         f"{_plural(len(report.checks), 'check')}, {report.device}): {counts}\n"
         f"contract {report.contract} · seed {report.seed} · {versions}"
     )

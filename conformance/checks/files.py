@@ -275,10 +275,13 @@ def reexport(lab: Lab) -> Iterator[Finding]:
     state = _state(lab)
     fewer = dict(list(noise({k: _leaf_of(v) for k, v in state.items()}, lab.seed + 1).items())[::2])
     with tempfile.TemporaryDirectory() as folder:
-        refused = list(_saved(lab, state, folder, 3)) or list(_saved(lab, fewer, folder, 1))
+        refused = list(_saved(lab, state, folder, 3))
         if refused:
             yield from refused
             return
+        # A writer may refuse a folder that is taken; then the first export must be whole.
+        if list(_saved(lab, fewer, folder, 1)):
+            fewer = state
         stale = list(inspect(Path(folder), fewer))
         if stale:
             yield from stale

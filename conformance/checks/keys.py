@@ -96,6 +96,7 @@ def _unequal(lab: Lab, targets: dict[str, list[str]], aliases: set[str]) -> Iter
                 break
             natives = grown
         seen |= natives
+        files = {f for f in files if not lab.hf_only(f)}
         have = sum(export.leaves[f].numel for f in files)
         want = sum(lab.native[n].numel for n in natives if n not in aliases)
         extra = sum(

@@ -294,7 +294,9 @@ def _part(lab: Lab, name: str, keys: set[str]) -> Iterator[Finding]:
     except AdapterRaised as error:
         yield _refused("from_hf", name, dict.fromkeys(wanted), error)
         return
-    wrong = sorted(set(back.leaves) ^ back_wanted)
+    # What is made from nothing (a default of a native-only tensor) belongs to no part.
+    made = {k for k in back.leaves if back.sources[k] or k not in lab.imported.leaves}
+    wrong = sorted(made ^ back_wanted)
     if wrong:
         yield Finding(
             what="from_hf converts a part of the files otherwise than the whole",

@@ -12,6 +12,7 @@ from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.subject import numbers_of, template_of
 from conformance.template import Leaf
 from conformance.verdict import Finding
+from torchtitan_ckpt.manifest import is_floating
 
 _PROBE = Leaf((3, 5), "float32")
 
@@ -149,7 +150,13 @@ def _extras(lab: Lab) -> dict[str, Leaf]:
         keys = [k for k in listed if lab.hf_only(k) and k not in lab.export.leaves]
         for key in [k for k in keys if _match(k, pattern)][:2] or [pattern.replace("*", "0")]:
             found[key] = listed.get(key) or _PROBE
-    return {k: v for k, v in found.items() if k not in lab.export.leaves}
+    # A copy has the dtype of what it copies, and the model may be wider than its files.
+    wide = next((x.dtype for x in lab.export.leaves.values() if is_floating(x.dtype)), "float32")
+    return {
+        key: Leaf(leaf.shape, wide) if is_floating(leaf.dtype) else leaf
+        for key, leaf in found.items()
+        if key not in lab.export.leaves
+    }
 
 
 def _match(key: str, pattern: str) -> bool:

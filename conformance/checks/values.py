@@ -192,7 +192,7 @@ def _lost(lab: Lab) -> Iterator[Finding]:
     """Two files of one source must not hold the same slice, while another slice is lost."""
     written: dict[str, list[str]] = {}
     for key, sources in lab.export.sources.items():
-        if len(sources) == 1 and key in lab.exported:
+        if len(sources) == 1 and key in lab.exported and not lab.hf_only(key):
             written.setdefault(next(iter(sources)), []).append(key)
     for source, keys in written.items():
         total = sum(lab.exported[k].numel() for k in keys)
@@ -269,7 +269,7 @@ def _bits(
     details: dict[str, tuple[str, str, str]] = {}
     for key, value in sent.items():
         # Missing keys and other shapes are the findings of `keys` and `shapes`.
-        if key not in back or lab.lossy(key) or lab.native_only(key):
+        if key not in back or lab.lossy(key) or lab.native_only(key) or lab.hf_only(key):
             continue
         if back[key].numel() != value.numel() or same_bits(value, back[key]):
             continue

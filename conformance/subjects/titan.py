@@ -66,7 +66,7 @@ def of_spec(name: str, spec: Any) -> Subject:
         adapter=factory,
         native=dict(leaves),
         hf=None,
-        reference=families.reference_for_titan(spec.name, config, leaves),
+        reference=families.reference_for_titan(config),
         capabilities=_capabilities(spec.name, config, leaves),
     )
 
