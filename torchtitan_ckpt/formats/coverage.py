@@ -14,7 +14,7 @@ Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]  # offsets, sizes
 
 _MAX_CUT_DIMS = 10
-_MAX_PAIRS = 2_000_000
+_MAX_PAIRS = 300_000
 
 
 def explain_cover(shape: Ints, boxes: Sequence[Box]) -> str:

@@ -210,7 +210,7 @@ class _Builder:
             if numel:
                 boxes.append((offsets, sizes))
                 shards.append(Shard(offsets, sizes, name, start, length))
-        if len(boxes) != 1 or boxes[0][1] != shape:
+        if len(boxes) != 1 or boxes[0][1] != shape or any(boxes[0][0]):
             reason = explain_cover(shape, boxes)
             if reason:
                 self._fault("dcp.coverage", key, reason)
@@ -236,6 +236,8 @@ class _Builder:
             ranges.sort()
             end, last = 0, ""
             for start, length, key in ranges:
+                if start < 0 or length <= 0 or start + length > self.sizes[name]:
+                    continue  # said already
                 if start < end:
                     self._fault("dcp.bytes-overlap", key, f"shares bytes of {name} with {last}")
                 end, last = max(end, start + length), key

@@ -147,6 +147,14 @@ class _LocalFolder:
             raise NotFoundError(
                 Problem(code="folder.missing", what="there is no such checkpoint", where=self.name)
             )
+        if not root.is_dir():
+            raise RefusedError(
+                Problem(
+                    code="folder.is-file",
+                    what="a file where the folder of a checkpoint belongs",
+                    where=self.name,
+                )
+            )
 
     def sizes(self) -> Mapping[str, int]:
         try:

@@ -38,7 +38,8 @@ from torchtitan_ckpt.formats.pickle_parts import (
 )
 
 _MAX_INT_BYTES = 8192
-_ARGUMENT = {0x6A: 3, 0x4D: 1}  # bytes of an argument after its first, where they are read one by one
+# Bytes of an argument after its first, where they are read one by one.
+_ARGUMENT = {0x6A: 3, 0x4D: 1}
 
 
 class _Cut(Exception):
