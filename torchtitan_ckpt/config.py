@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from torchtitan_ckpt.errors import ConfigError, Problem, nearest
 
@@ -111,7 +112,7 @@ class CheckpointConfig:
     excuse_mismatch: list[str] = field(default_factory=list)
     """Keys, with * and ?, that a load may find on one side only; each is printed."""
 
-    hf_ownership: str = "tensor"
+    hf_ownership: Literal["tensor", "bytes"] = "tensor"
     """How ranks share the work of an HF save: tensor (whole files, safe on NFS and object mounts)
     or bytes (several ranks write ranges of one file; POSIX file systems only)."""
 

@@ -21,11 +21,25 @@ from torchtitan_ckpt.config import (
 )
 from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state import model as models
+from torchtitan_ckpt.state.dataloader import (
+    dataloader_state_dict,
+    dataloader_template,
+    load_dataloader_state,
+)
 from torchtitan_ckpt.state.leaves import UNREAD
-from torchtitan_ckpt._interim import load_object_state, object_state_dict
+from torchtitan_ckpt.state.objects import (
+    LAYOUT,
+    load_object_state,
+    object_state_dict,
+    object_template,
+)
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict, optimizer_template
 from torchtitan_ckpt.state.optimizer_load import load_optimizer_state_dict
-from torchtitan_ckpt._interim import load_scheduler_state, scheduler_state_dict
+from torchtitan_ckpt.state.scheduler import (
+    load_scheduler_state,
+    scheduler_state_dict,
+    scheduler_template,
+)
 
 
 class JobState:
@@ -77,48 +91,68 @@ class JobState:
         return {f"{name}.{key}": value for key, value in self._state(name).items()}
 
     def targets(self, names: Sequence[str], manifest: Manifest) -> dict[str, Any]:
-        """What to read for the model and the named states: tensors to fill, `UNREAD` for objects.
+        """What to read for the named states: tensors to fill, `UNREAD` for objects.
 
-        The model's own tensors are filled in place; an optimizer's never are.
+        The model's own tensors are filled in place; those of other states never are.
         """
-        flat = self.model_state()
+        flat: dict[str, Any] = {}
         for name in names:
             if name == MODEL:
-                continue
-            prefix = f"{name}."
-            if name == OPTIMIZER:
-                wanted = optimizer_template(self.optimizers, self.parts, manifest, prefix)
-                flat.update({prefix + key: value for key, value in wanted.items()})
+                flat.update(self.model_state())
             else:
-                flat.update(dict.fromkeys(self.state_dict_of(name), UNREAD))
+                wanted = self._template(name, manifest)
+                flat.update({f"{name}.{key}": value for key, value in wanted.items()})
         return flat
 
     def restore(self, names: Sequence[str], flat: Mapping[str, Any]) -> list[str]:
-        """Give every named state its values out of `flat`; the model last. Returns notes."""
-        notes = self.restore_states([name for name in names if name != MODEL], flat)
-        model = {key: value for key, value in flat.items() if self.state_of(key) == MODEL}
-        models.load_model_state_dict(self.parts, model)
-        return notes
+        """Give the named states their values out of `flat`. Returns notes.
 
-    def restore_states(self, names: Sequence[str], flat: Mapping[str, Any]) -> list[str]:
-        """Give states besides the model their values out of `flat`. Returns notes."""
+        The data loader comes first: it alone can refuse what metadata cannot tell, another
+        data-parallel degree, and nothing else has changed by then.
+        """
         notes: list[str] = []
-        for name in names:
+        for name in sorted(names, key=lambda n: n != DATALOADER):
+            if name == MODEL:
+                values = {key: v for key, v in flat.items() if self.state_of(key) == MODEL}
+                models.load_model_state_dict(self.parts, values)
+                continue
             prefix = f"{name}."
             values = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
             if name == OPTIMIZER:
                 notes += load_optimizer_state_dict(self.optimizers, self.parts, values)
             elif name == LR_SCHEDULER:
                 load_scheduler_state(self.lr_schedulers, values)
+            elif name == DATALOADER:
+                notes += load_dataloader_state(self.objects[name], values)
             else:
-                load_object_state(self.objects[name], values)
+                notes += load_object_state(self.objects[name], values)
         return notes
+
+    def _template(self, name: str, manifest: Manifest) -> dict[str, Any]:
+        prefix = f"{name}."
+        if name == OPTIMIZER:
+            return optimizer_template(self.optimizers, self.parts, manifest, prefix)
+        if name == LR_SCHEDULER:
+            template = scheduler_template(manifest, prefix)
+        elif name == DATALOADER:
+            template = dataloader_template(self.objects[name], manifest, prefix)
+        else:
+            template = object_template(self.objects[name], manifest, prefix)
+        # What the live state has and the file lacks in any form must show as missing.
+        held = {key.partition(".")[0] for key in template}
+        live = self._state(name).keys() - {LAYOUT}
+        return {
+            **dict.fromkeys((k for k in live if k.partition(".")[0] not in held), UNREAD),
+            **template,
+        }
 
     def _state(self, name: str) -> dict[str, Any]:
         if name == OPTIMIZER:
             return optimizer_state_dict(self.optimizers, self.parts)
         if name == LR_SCHEDULER:
             return scheduler_state_dict(self.lr_schedulers)
+        if name == DATALOADER:
+            return dataloader_state_dict(self.objects[name])
         return object_state_dict(self.objects[name])
 
 

@@ -5,7 +5,7 @@ Every step is taken by all ranks together. Until the comparison has passed nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import fsspec
@@ -20,6 +20,7 @@ from torchtitan_ckpt.decision import LoadDecision
 from torchtitan_ckpt.errors import MappingError, Problem, RankError
 from torchtitan_ckpt.formats import dcp, hf
 from torchtitan_ckpt.job import JobState
+from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state.model import load_model_state_dict
 
 
@@ -41,20 +42,35 @@ def load_dcp(
         narrow=config.allow_narrowing,
         excuse=config.excuse_mismatch,
     )
-    with ranks.together("reading the checkpoint"):
-        wanted = {k: v for k, v in targets.items() if k not in fit.excused}
-        rounded = {k: wanted.pop(k) for k in fit.narrowed & wanted.keys()}
-        values = dcp.load(decision.path, wanted, manifest=manifest, widen=True)
-        for key, target in rounded.items():
-            stored = torch.empty_like(target, dtype=getattr(torch, manifest.tensors[key].dtype))
-            dcp.load(decision.path, {key: stored}, manifest=manifest)
-            values[key] = target.copy_(stored)
+    others = tuple(name for name in decision.states if name != MODEL)
+    wanted = {k: v for k, v in targets.items() if k not in fit.excused}
+    model = {k: v for k, v in wanted.items() if job.state_of(k) == MODEL}
+    with ranks.together("reading the training state"):
+        rest = {k: v for k, v in wanted.items() if k not in model}
+        values = dcp.load(decision.path, rest, manifest=manifest)
+    notes = list(fit.notes)
+    with ranks.together("restoring the training state"):
+        notes += job.restore(others, values)
+    with ranks.together("reading the model"):
+        values = _read_model(decision.path, manifest, model, fit.narrowed)
         # A tensor of the model that is excused keeps its own value.
         kept = {k for k in fit.excused & targets.keys() if job.state_of(k) == MODEL}
-        values.update({k: targets[k] for k in kept})
-    with ranks.together("restoring the state"):
-        notes = job.restore(decision.states, values)
-    return [*fit.notes, *notes]
+        job.restore((MODEL,), {**values, **{k: targets[k] for k in kept}})
+    return notes
+
+
+def _read_model(
+    path: str, manifest: Manifest, targets: Mapping[str, Any], narrowed: Collection[str]
+) -> dict[str, Any]:
+    """Fill the model's tensors; a rounding cast goes through a tensor of the stored dtype."""
+    direct = {k: v for k, v in targets.items() if k not in narrowed}
+    values = dcp.load(path, direct, manifest=manifest, widen=True)
+    for key in targets.keys() - direct.keys():
+        target = targets[key]
+        stored = torch.empty_like(target, dtype=getattr(torch, manifest.tensors[key].dtype))
+        dcp.load(path, {key: stored}, manifest=manifest)
+        values[key] = target.copy_(stored)
+    return values
 
 
 def load_hf(

@@ -23,7 +23,7 @@ from torchtitan_ckpt import config as options
 from torchtitan_ckpt import device, export, loading, owner, retention, saving, survey
 from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt.adapter import StateDictAdapter
-from torchtitan_ckpt._interim import agree
+from torchtitan_ckpt.agree import agree
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import CheckpointConfig, is_remote
 from torchtitan_ckpt.decision import LoadDecision, StepKind
@@ -32,7 +32,7 @@ from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.job import JobState
 from torchtitan_ckpt.replicas import Replica, ReplicaStates
 from torchtitan_ckpt.resolve import resolve
-from torchtitan_ckpt._interim import Stager
+from torchtitan_ckpt.state.staging import Stager
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class CheckpointManager:
         )
         self._ranks = Ranks.current(process_group)
         self._check_environment()
+        tensor = next(iter(self._job.model_state().values()), None)
+        self._device = device.of("cpu" if tensor is None else tensor)
         self.folder = _join(base_folder, config.folder)
         self._in_use: set[int] = set()
         self._full: dict[str, bool] = {}
@@ -91,7 +93,7 @@ class CheckpointManager:
         self._background: ThreadPoolExecutor | None = None
         self._background_ranks: Ranks | None = None
         if config.async_mode != "disabled":
-            self._stager = Stager(pin=config.async_mode == "async_with_pinned_mem")
+            self._stager = self._make_stager()
             self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
             self._background_ranks = self._ranks.fork()
         self._purger = self._start_purger()
@@ -175,19 +177,17 @@ class CheckpointManager:
     def _save_full(self, step: int, *, wait: bool) -> None:
         with self._ranks.together(f"collecting the state of step {step}"):
             flat = self._job.collect()
-        agree(flat, self._ranks)
         if self._stager is None:
             self._finish(step, self._write_dcp(self._ranks, step, flat), full=True)
             return
         assert self._background is not None
         assert self._background_ranks is not None
-        ranks = self._background_ranks
+        ranks, stager = self._background_ranks, self._stager
         with self._ranks.together(f"staging step {step}"):
-            staged = self._stager.snapshot(flat)
+            staged = stager.snapshot(flat)
 
         def run() -> str:
-            assert self._stager is not None
-            self._stager.wait()
+            stager.wait()
             path = self._write_dcp(ranks, step, staged)
             self._finish(step, path, full=True)
             return path
@@ -199,7 +199,6 @@ class CheckpointManager:
     def _save_model(self, step: int, dtype: torch.dtype | None) -> None:
         with self._ranks.together(f"collecting the model of step {step}"):
             flat = export.native_model(self._job, dtype)
-        agree(flat, self._ranks)
         self._finish(step, self._write_dcp(self._ranks, step, flat), full=False)
 
     def _save_hf(self, step: int) -> None:
@@ -216,6 +215,7 @@ class CheckpointManager:
 
     def _write_dcp(self, ranks: Ranks, step: int, flat: Mapping[str, Any]) -> str:
         config = self.config
+        agree(flat, ranks)
 
         def write(path: str) -> None:
             dcp.save(
@@ -233,7 +233,7 @@ class CheckpointManager:
         """What follows a complete save."""
         self._full[path] = full
         if self.config.empty_cache_after_save:
-            device.current().empty_cache()
+            self._device.empty_cache()
         if self._owns_folder:
             owner.write(Path(self.folder))
         if self._purger is not None:
@@ -359,6 +359,19 @@ class CheckpointManager:
                     other.host,
                 )
             owner.write(folder)
+
+    def _make_stager(self) -> Stager:
+        """Pinned staging runs beside the training; plain staging is complete when it returns."""
+        if self.config.async_mode != "async_with_pinned_mem":
+            return Stager()
+        place = self._device
+        if place.pin_refusal():
+            self._log(
+                logging.WARNING,
+                f"async_with_pinned_mem stages in ordinary memory: {place.pin_refusal()}",
+            )
+            return Stager()
+        return Stager(pin=True, device=place)
 
     def _start_purger(self) -> retention.Purger | None:
         if self._ranks.rank != 0 or self.config.load_only or is_remote(self.folder):

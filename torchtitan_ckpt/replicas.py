@@ -19,7 +19,6 @@ from torchtitan_ckpt.config import DATALOADER, CheckpointConfig, is_remote
 from torchtitan_ckpt.errors import ConfigError, Problem
 from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.job import JobState
-from torchtitan_ckpt.state.leaves import UNREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ class ReplicaStates:
         if not found:
             return [f"no dataloader state of this replica for step {step}: its data start afresh"]
         with ranks.together("reading the dataloader state"):
-            wanted = dict.fromkeys(self._job.state_dict_of(DATALOADER), UNREAD)
-            self._job.restore_states((DATALOADER,), dcp.load(path, wanted))
+            wanted = self._job.targets((DATALOADER,), dcp.read_manifest(path))
+            self._job.restore((DATALOADER,), dcp.load(path, wanted))
         return [f"dataloader state of this replica loaded from {path}"]
 
     def _forget(self, step: int) -> None:

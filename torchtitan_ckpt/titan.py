@@ -49,7 +49,7 @@ _Config: Any = make_dataclass(
 )
 
 
-class CheckpointManager(BaseCheckpointManager):
+class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan has no types
     """Our `CheckpointManager` behind torchtitan's interface."""
 
     Config = _Config
