@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchtitan_ckpt import errors
+from torchtitan_ckpt.device_failures import own_error
 from torchtitan_ckpt.errors import CheckpointError, Problem, RankError
 
 T = TypeVar("T")
@@ -64,12 +65,13 @@ class Ranks:
         """Run a block on every rank; if it fails on one, every rank raises the first cause.
 
         The block must not wait for other ranks: a rank that raises inside never gets there.
+        What a device call raised becomes a DeviceError.
         """
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
-            error = caught
+            error = own_error(caught)
         if self.group is None:
             if error is not None:
                 raise error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-from torchtitan_ckpt.errors import DeviceError, Problem
+from torchtitan_ckpt.errors import CheckpointError, DeviceError, Problem
 
 AUTOLOAD_ENV = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -75,6 +75,18 @@ def explain_runtime_error(error: BaseException) -> Problem | None:
         if isinstance(failures, dict):
             stack += [e[0] for e in failures.values() if isinstance(e[0], BaseException)]
     return None
+
+
+def own_error(error: Exception) -> Exception:
+    """A DeviceError for what a device call raised; any other exception, and our own, as it is."""
+    if isinstance(error, CheckpointError):
+        return error
+    problem = explain_runtime_error(error)
+    if problem is None:
+        return error
+    ours = DeviceError(problem)
+    ours.__cause__ = error
+    return ours
 
 
 _CODE = re.compile(r"error code is (\d{3,6})|\bERR\d{5}\b")
