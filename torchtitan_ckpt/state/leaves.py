@@ -38,7 +38,7 @@ class Unread:
 
 UNREAD = Unread()
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (list, tuple, set, frozenset)
 _CONTAINERS: Mapping[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
@@ -46,12 +46,14 @@ _CONTAINERS: Mapping[type, str] = {dict: "dict", OrderedDict: "odict", list: "li
 
 def why_not_storable(value: Any) -> str | None:
     """The reason why `value` cannot lie in a checkpoint, or None."""
+    if type(value) in _ATOMS:
+        return None
     if isinstance(value, Tensor):
         if is_plain_kind(value):
             return None
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return f"a tensor of kind {kind} ({value.layout}) is not a dense torch tensor"
-    if type(value) in _ATOMS or isinstance(value, _TORCH_ATOMS):
+    if isinstance(value, _TORCH_ATOMS):
         return None
     if isinstance(value, np.generic | np.ndarray):
         return "a numpy array of objects" if value.dtype.hasobject else None

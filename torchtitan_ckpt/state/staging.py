@@ -21,6 +21,9 @@ from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.state.leaves import why_not_storable
 from torchtitan_ckpt.state.tensors import is_emptied, like, local_of
 
+# What a buffer was made for (shape, stride, dtype of its source), and the buffer.
+_Buffer = tuple[tuple[Any, ...], Tensor]
+
 
 class CopyDevice(Protocol):
     """What a stager asks of a device to copy beside the training's own work."""
@@ -63,8 +66,11 @@ class Stager:
         self._device = device
         self._stream: Any = None
         self._running = False
+        # Tensors made for the snapshot alone must outlive copies on a stream of their own: the
+        # allocator would hand their memory out again, and the copy would read what came after.
+        self._sources: list[Tensor] = []
         self._writer: Future[Any] | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, _Buffer] = {}
 
     def written_by(self, writer: Future[Any]) -> None:
         """The last snapshot is in use until `writer` is done."""
@@ -83,15 +89,15 @@ class Stager:
         plan = _Plan(self._buffers, self._pin)
         copied = {key: plan.add(key, value) for key, value in flat.items()}
         self._buffers = plan.used
-        if plan.from_device and self._device is not None:
+        if plan.afar and self._device is not None:
             self._stream = self._stream or self._device.stream()
             self._stream.wait_stream(self._device.current_stream())
             with self._device.use(self._stream):
                 plan.copy()
-            self._running = True
+            self._running, self._sources = True, [source for _, source in plan.afar]
         else:
             plan.copy()
-            if plan.from_device:
+            if plan.afar:
                 torch.accelerator.synchronize()
         return copied
 
@@ -99,7 +105,7 @@ class Stager:
         """Return when the last snapshot is complete: the training may change its tensors."""
         if self._running:
             self._stream.synchronize()
-            self._running = False
+            self._running, self._sources = False, []
 
     def close(self) -> None:
         """Wait for copies and give the buffers back."""
@@ -111,13 +117,12 @@ class Stager:
 class _Plan:
     """The copies of one snapshot: where each tensor goes, then all copies together."""
 
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, _Buffer]
     pin: bool
-    used: dict[str, Tensor] = field(default_factory=dict)
+    used: dict[str, _Buffer] = field(default_factory=dict)
     seen: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    sources: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-    from_device: bool = False
+    here: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    afar: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, key: str, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -125,54 +130,31 @@ class _Plan:
         return _copied(value)
 
     def _tensor(self, key: str, part: Tensor) -> Tensor:
-        identity = (
-            part.untyped_storage()._cdata,
-            part.storage_offset(),
-            tuple(part.shape),
-            part.stride(),
-            part.dtype,
-        )
+        layout = (part.shape, part.stride(), part.dtype)
+        identity = (part.data_ptr(), part.device, *layout)
         if identity in self.seen and part.numel():
             return self.seen[identity]
-        target = self._buffer(key, part)
-        self.seen[identity] = target
-        self.sources.append(part)
-        self.targets.append(target)
-        self.from_device |= part.device.type != "cpu"
-        return target
-
-    def _buffer(self, key: str, part: Tensor) -> Tensor:
         held = self.buffers.get(key)
-        stride = (
-            part.stride() if _is_dense(part) else torch.empty(part.shape, device="meta").stride()
-        )
-        fits = held is not None and held.dtype == part.dtype and held.shape == part.shape
-        if held is None or not fits or held.stride() != stride:
-            size, dtype = tuple(part.shape), part.dtype
-            held = torch.empty_strided(size, stride, dtype=dtype, pin_memory=self.pin)
+        if held is None or held[0] != layout:
+            # Dense in any order keeps its strides; gaps and overlaps are left out.
+            held = layout, torch.empty_like(part, device="cpu", pin_memory=self.pin)
         self.used[key] = held
-        return held
+        self.seen[identity] = held[1]
+        (self.here if part.device.type == "cpu" else self.afar).append((held[1], part))
+        return held[1]
 
     def copy(self) -> None:
         with torch.no_grad():
-            for source, target in zip(self.sources, self.targets, strict=True):
+            if self.here:
+                torch._foreach_copy_([t for t, _ in self.here], [s for _, s in self.here])
+            for target, source in self.afar:
                 target.copy_(source, non_blocking=True)
-
-
-def _is_dense(part: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps or overlaps, in whatever order."""
-    if part.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(part.stride(), part.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _copied(value: Any) -> Any:
     """A storable value of its own, tensors inside it on the host."""
+    if type(value) in (int, float, bool, str, bytes):
+        return value
     if isinstance(value, Tensor):
         return local_of(value).to("cpu", copy=True)
     if isinstance(value, np.ndarray | np.generic):

@@ -19,7 +19,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, without autograd; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def wrap_local(
@@ -69,7 +71,9 @@ def is_emptied(tensor: Tensor) -> bool:
         return False
     if part.is_meta:
         return True
-    return part.untyped_storage().nbytes() < part.numel() * part.element_size()
+    last = sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+    needed = (part.storage_offset() + last + 1) * part.element_size()
+    return part.untyped_storage().nbytes() < needed
 
 
 def is_plain_kind(value: Any) -> bool:
