@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from torchtitan_ckpt.errors import ConfigError, Problem
+from torchtitan_ckpt.errors import ConfigError, Problem, list_keys
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
 from torchtitan_ckpt.plan_state import Entry
+from torchtitan_ckpt.plan_write import Written, with_owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +123,37 @@ def plan_reads_with_dcp(
             planner.set_up_planner(state, metadata, is_coordinator=rank == 0)
             out.append(planner.create_local_plan())
     return out
+
+
+def owners_from_dcp(shortcut: Written) -> Written:
+    """The same save with every item given to the rank that DCP's planners give it to.
+
+    Raises `ConfigError` where DCP's plan has other boxes than the shortcut: then one is wrong.
+    """
+    degrees = shortcut.degrees
+    real = plan_with_dcp(shortcut.entries, degrees)
+    given: dict[tuple[str, tuple[int, ...]], int] = {}
+    for rank, plan in enumerate(real.plans):
+        for item in plan.items:
+            given[item.index.fqn, tuple(item.index.offset or ())] = rank
+    owners = []
+    lost = []
+    for entry, kind in zip(shortcut.entries, shortcut.kinds, strict=True):
+        row = []
+        for offsets, _ in kind.boxes:
+            owner = given.pop((entry.key, offsets if entry.is_tensor else ()), None)
+            if owner is None:
+                lost.append(entry.key)
+            row.append(-1 if owner is None else owner)
+        owners.append(row)
+    if lost or given:
+        raise ConfigError(
+            Problem(
+                code="plan.differs",
+                what="DCP plans other boxes than expected: "
+                f"{list_keys([*lost, *(key for key, _ in given)])}",
+                cause="a torch whose sharding this version does not know",
+                fix="report it, with the command line and torch's version",
+            )
+        )
+    return with_owners(shortcut, owners)

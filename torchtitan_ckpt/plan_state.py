@@ -130,12 +130,16 @@ def full_entries(
     *,
     chunks: int = 1,
     optimizer: bool = True,
+    group: Mapping[str, Any] | None = None,
 ) -> list[Entry]:
-    """Everything a full checkpoint holds, or with `optimizer=False` a model-only one."""
+    """Everything a full checkpoint holds, or with `optimizer=False` a model-only one.
+
+    `group` holds the optimizer's hyperparameters; by default those that torchtitan's AdamW has.
+    """
     model = model_entries(native, degrees, chunks=chunks)
     if not optimizer:
         return model
-    return [*model, *adamw_entries(model), *trainer_entries(degrees)]
+    return [*model, *adamw_entries(model, group), *trainer_entries(degrees)]
 
 
 def layout_faults(native: Mapping[str, TensorEntry], degrees: ParallelDegrees) -> list[Problem]:

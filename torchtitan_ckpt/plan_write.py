@@ -67,7 +67,6 @@ def plan_writes(
     """Plan the save of `entries`. `lowest_rank` is DCP's option `dedup_save_to_lowest_rank`."""
     world = degrees.world_size
     kinds = kinds_of(entries, degrees)
-    writers = [Writer(rank) for rank in range(world)]
     owners = [[-1] * len(kind.boxes) for kind in kinds]
     loads = [0] * world
     load = loads.__getitem__
@@ -89,19 +88,34 @@ def plan_writes(
                 chosen = min(holders, key=load)
             loads[chosen] += kind.weight
             owners[number][chunk] = chosen
-            writer = writers[chosen]
-            stored = kind.stored[chunk]
-            writer.items += 1
-            writer.payload += kind.payload[chunk]
-            writer.stored += stored
-            if stored > writer.largest:
-                writer.largest, writer.largest_key = stored, entries[number].key
-    for kind in kinds:
-        for rank, chunk in kind.chunk_of.items():
-            writers[rank].held += kind.payload[chunk]
-    plan = Written(degrees, list(entries), kinds, owners, writers)
+    plan = Written(degrees, list(entries), kinds, owners, _writers(entries, kinds, owners, world))
     plan.problems = coverage_problems(plan)
     return plan
+
+
+def with_owners(plan: Written, owners: list[list[int]]) -> Written:
+    """The same boxes, written by other ranks."""
+    writers = _writers(plan.entries, plan.kinds, owners, plan.degrees.world_size)
+    return Written(plan.degrees, plan.entries, plan.kinds, owners, writers)
+
+
+def _writers(
+    entries: Sequence[Entry], kinds: Sequence[Kind], owners: Sequence[Sequence[int]], world: int
+) -> list[Writer]:
+    writers = [Writer(rank) for rank in range(world)]
+    for entry, kind, row in zip(entries, kinds, owners, strict=True):
+        for payload, stored, owner in zip(kind.payload, kind.stored, row, strict=True):
+            if owner < 0:
+                continue
+            writer = writers[owner]
+            writer.items += 1
+            writer.payload += payload
+            writer.stored += stored
+            if stored > writer.largest:
+                writer.largest, writer.largest_key = stored, entry.key
+        for rank, chunk in kind.chunk_of.items():
+            writers[rank].held += kind.payload[chunk]
+    return writers
 
 
 def kinds_of(entries: Sequence[Entry], degrees: ParallelDegrees) -> list[Kind]:
