@@ -167,3 +167,45 @@ def test_every_degree_to_every_other(
         assert rank["saved"] == saved[0]["saved"]
         if before == after or name != "fused":  # its kernel rounds by position in a vector
             assert rank["after"] == saved[0]["after"]
+
+
+def staged_run(folder: str, shape: tuple[int, ...]) -> bool:
+    """A snapshot of DTensors is written after the run went on, and read by the run itself."""
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_ckpt.state.staging import Stager
+
+    model = build(shape)
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 1)
+    stager = Stager()
+    stager.snapshot({**optimizer_state_dict(optimizer, model), **model_state_dict(model)})
+    train(model, optimizer, 1, start=1)
+    flat = {**optimizer_state_dict(optimizer, model), **model_state_dict(model)}
+    tensors = {k: v for k, v in flat.items() if isinstance(v, Tensor)}
+    want = whole_bits(model, optimizer)
+    held = stager.snapshot(tensors)
+    for key, value in tensors.items():
+        assert type(held[key]) is type(value) or not isinstance(value, DTensor)
+        if isinstance(value, DTensor):
+            assert held[key].placements == value.placements
+            assert held[key].device_mesh is value.device_mesh
+            assert held[key].to_local().data_ptr() != value.to_local().data_ptr() or not (
+                value.to_local().numel()
+            )
+    train(model, optimizer, 2, start=2)
+    dcp.save(held, checkpoint_id=folder)
+    load_model_state_dict(model, {k: held[k] for k in model_state_dict(model)})
+    target = {k: torch.zeros_like(v) for k, v in tensors.items()}
+    dcp.load(target, checkpoint_id=folder)
+    for key, value in target.items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        data = full.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        assert want[key] == (str(full.dtype), tuple(full.shape), data), key
+    return True
+
+
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.slow)])
+def test_snapshots_of_shards_are_saved_by_dcp(pool: RankPool, tmp_path: Path, name: str) -> None:
+    shape = SHAPES[name]
+    assert all(pool.run(staged_run, ranks_of(shape), str(tmp_path), shape))
