@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.train.cli_args import parse_flags, report, split_command
 from torchtitan_ckpt.train.registry import load
+from torchtitan_ckpt.train.rules import check_job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = split_command(argv, environ=os.environ)
         job = parse_flags(command.flags, load(command.module, command.config))
+        check_job(job, int(os.environ.get("WORLD_SIZE", "1")))  # a slip is said before torch loads
         from torchtitan_ckpt.device import import_torch
 
         import_torch()
