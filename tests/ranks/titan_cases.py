@@ -144,9 +144,8 @@ def saved_by_one_loaded_by_the_other(folder, writer, reader, mode):
     expected = first.snapshot()
     first.manager.close()
     second = TitanJob(reader, folder, seed=1, async_mode="disabled")
-    names = [key for key in expected if key in second.model.state_dict()]
-    fresh = {key: bits(second.model.state_dict()[key]) for key in names}
-    assert any(fresh[key] != expected[key] for key in names), "nothing would show a missing load"
+    fresh = {key: bits(value) for key, value in second.model.state_dict().items()}
+    assert any(fresh[key] != expected[key] for key in fresh), "nothing would show a missing load"
     assert second.manager.load()
     got = second.snapshot()
     second.manager.close()
