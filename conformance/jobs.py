@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conformance.reference import Block, Leaf, Table, build
+from torchtitan_ckpt.manager import CheckpointManager
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
 from torchtitan_ckpt.state.model import load_model_state_dict, model_state_dict
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict
@@ -182,6 +183,18 @@ class Job:
             flat["train_state.step"] = torch.tensor(self.step, dtype=torch.int64)
         return flat
 
+    def manager(self, dump_folder: str, **options: Any) -> CheckpointManager:
+        """A checkpoint manager over this job's parts; `options` are its config's fields."""
+        return CheckpointManager(
+            CheckpointManager.Config(enable=True, sync_files=False, **options),
+            model_parts=self.parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            dataloader=_Loader(self),
+            states={"train_state": _Counter(self)},
+            base_folder=dump_folder,
+        )
+
     def take(self, flat: Mapping[str, Any]) -> None:
         """Take over what was loaded; states whose keys are absent keep their own values."""
         model = {key: value for key, value in flat.items() if not _is_other(key)}
@@ -214,6 +227,33 @@ class Job:
             elif not _same(state[key], expected[key]):
                 out.append(key)
         return out
+
+
+class _Loader:
+    """The data loader's position, under the name of its data-parallel rank, as torchtitan's."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def state_dict(self) -> dict[str, Any]:
+        entry = {"position": self.job.position}
+        return {f"dp_rank_{self.job.dp_rank}": entry, "world_size": self.job.dp_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.job.position = state[f"dp_rank_{self.job.dp_rank}"]["position"]
+
+
+class _Counter:
+    """The number of finished steps."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.job.step, dtype=torch.int64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.job.step = int(state["step"])
 
 
 def _is_other(key: str) -> bool:

@@ -15,7 +15,7 @@ import xxhash
 from torchtitan_ckpt import strict
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
 from torchtitan_ckpt.collective import Ranks
-from torchtitan_ckpt.config import MODEL, CheckpointConfig
+from torchtitan_ckpt.config import DATALOADER, MODEL, CheckpointConfig
 from torchtitan_ckpt.decision import LoadDecision
 from torchtitan_ckpt.errors import MappingError, Problem, RankError
 from torchtitan_ckpt.formats import dcp, hf
@@ -40,7 +40,8 @@ def load_dcp(
         ranks,
         casts=decision.action == "initial" and decision.model_only,
         narrow=config.allow_narrowing,
-        excuse=config.excuse_mismatch,
+        # Another data-parallel degree is the loader's to refuse: it knows the remedy.
+        excuse=(*config.excuse_mismatch, f"{DATALOADER}.dp_rank_*"),
     )
     others = tuple(name for name in decision.states if name != MODEL)
     wanted = {k: v for k, v in targets.items() if k not in fit.excused}
