@@ -281,3 +281,14 @@ def test_the_progress_is_the_bytes(folder: Path) -> None:
 def test_an_entry_with_other_fields_is_not_needed() -> None:
     entry = TensorEntry("a", (2,), "float32", (Shard((0,), (2,), "f", 8, 8),))
     assert entry.nbytes == 2 * ITEM_SIZE["float32"]
+
+
+def test_tensors_larger_than_a_batch_are_put_together_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_io, "BATCH_BYTES", 1000)
+    tensors = {f"w{i}": torch.randn(7 + 300 * (i % 3)) for i in range(12)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    out = {key: filled(value) for key, value in tensors.items()}
+    hf.load(tmp_path, out)
+    assert all(torch.equal(out[key], tensors[key]) for key in tensors)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from torchtitan_ckpt.errors import MismatchError, RefusedError, SaveError
+from torchtitan_ckpt.errors import MismatchError, NotFoundError, RefusedError, SaveError
 from torchtitan_ckpt.formats import hf
 from torchtitan_ckpt.formats.quantized import (
     describe,
@@ -614,6 +614,37 @@ def test_fp4_rounding_is_at_the_formats_floor() -> None:
     step = torch.where(scaled < 2, 0.5, torch.where(scaled < 4, 1.0, 2.0))
     assert bool((error <= grown * step / 2).all())
     assert float(scaled.max()) <= 7
+
+
+def test_fp4_ties_go_to_the_even_code() -> None:
+    values = torch.zeros(1, 32)
+    values[0, :7] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    values[0, 8:15] = -values[0, :7]
+    one = torch.full((1, 1), 127, dtype=torch.uint8)
+    codes, _ = quantize_fp4(values, scale=one)
+    got = dequantize(codes, one, "fp4", dtype=torch.float32)[0]
+    assert got[:7].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert got[8:15].tolist() == [-v for v in got[:7].tolist()]
+
+
+def test_a_reader_hands_out_slices_of_values(tmp_path: Path) -> None:
+    tensors, values = gpt_oss()
+    codes, scale = all_codes(300, 200), scales(3, 2)
+    tensors |= {"a.weight": codes, "a.weight_scale_inv": scale, "n": torch.arange(12).view(3, 4)}
+    root = write(tmp_path / "m", tensors)
+    with pytest.raises(RefusedError):
+        hf.open_reader(root)
+    with hf.open_reader(root, dequantize=True, dtype="float32") as reader:
+        assert set(reader.manifest.tensors) == {"a.weight", "mlp.experts.gate_up_proj", "n"}
+        part = reader.read("a.weight", (130, 7), (150, 190))
+        assert same(part, by_hand_fp8(codes, scale)[130:280, 7:197])
+        part = reader.read("mlp.experts.gate_up_proj", (1, 33, 2), (2, 30, 5))
+        assert same(part, values.transpose(1, 2)[1:3, 33:63, 2:7].contiguous())
+        assert reader.read("n", (1, 0)).tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+        with pytest.raises(NotFoundError, match=r"nearest: a\.weight"):
+            reader.read("a.weigth")
+    with hf.open_reader(root, raw=True) as reader:
+        assert same(reader.read("a.weight"), codes)
 
 
 def test_given_scales_give_any_codes_back() -> None:

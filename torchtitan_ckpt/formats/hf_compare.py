@@ -47,8 +47,8 @@ def compare(
             raise RefusedError(_nothing_quantized(manifest))
         logical = logical_manifest(manifest, found=quantized)
     else:
-        if not raw and is_quantized(manifest):
-            raise RefusedError(_quantized_as_plain(manifest))
+        if not raw:
+            refuse_quantized_as_plain(manifest)
         logical = manifest
     wanted: Wanted = []
     missing: list[str] = []
@@ -86,6 +86,12 @@ def compare(
     if problems:
         raise MismatchError(*problems)
     return wanted
+
+
+def refuse_quantized_as_plain(manifest: Manifest) -> None:
+    """Raise RefusedError when plain reading would give codes for values."""
+    if is_quantized(manifest):
+        raise RefusedError(_quantized_as_plain(manifest))
 
 
 def _by_blocks(

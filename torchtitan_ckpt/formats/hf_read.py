@@ -8,7 +8,7 @@ The values land in the tensors given (of any placement and device); nothing is a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from torchtitan_ckpt.errors import DamagedError, Problem
 from torchtitan_ckpt.formats import hf_io
 from torchtitan_ckpt.formats.hf_boxes import (
+    Box,
     Ints,
     intersect,
     is_dense,
@@ -91,7 +92,7 @@ def load(
             )
             for _, item, target in wanted:
                 if isinstance(item, Quantized):
-                    _plan_quantized(plan, files, item, target)
+                    _plan_quantized(plan, files, item, local_tensor(target), local_boxes(target))
                 else:
                     _plan_plain(plan, files, item, target)
             jobs: list[Callable[[], None]] = [
@@ -123,11 +124,25 @@ def _quietly(job: Callable[[], None]) -> None:
         job()
 
 
+def fill(files: Files, item: TensorEntry | Quantized, offsets: Ints, out: torch.Tensor) -> None:
+    """Fill a plain tensor with the box of a stored one that begins at `offsets`."""
+    plan = _Plan({}, [])
+    box = Box(offsets, tuple(out.shape), (0,) * len(offsets))
+    if isinstance(item, Quantized):
+        _plan_quantized(plan, files, item, out, (box,))
+    else:
+        _plan_boxes(plan, files, item, out, (box,))
+    for name, parts in plan.direct.items():
+        for start, group in hf_io.batches(parts):
+            hf_io.read_batch(files, name, start, group)
+    for call in plan.calls:
+        call()
+
+
 # --- plain tensors ------------------------------------------------------------------------------
 
 
 def _plan_plain(plan: _Plan, files: Files, entry: TensorEntry, target: torch.Tensor) -> None:
-    width = ITEM_SIZE[entry.dtype]
     same = DTYPES[entry.dtype] == target.dtype and target.device.type == "cpu"
     simple = same and entry.dtype != "bool"
     if (
@@ -141,7 +156,17 @@ def _plan_plain(plan: _Plan, files: Files, entry: TensorEntry, target: torch.Ten
             row = (shard.byte_offset, shard.byte_length, target.data_ptr())
             plan.direct.setdefault(shard.file, []).append(row)
         return
-    for part, offsets, sizes, view in _parts(entry, target):
+    _plan_boxes(plan, files, entry, local_tensor(target), local_boxes(target))
+
+
+def _plan_boxes(
+    plan: _Plan, files: Files, entry: TensorEntry, local: torch.Tensor, boxes: Sequence[Box]
+) -> None:
+    """Read the stored boxes that fill `boxes` of the whole, which lie in the memory `local`."""
+    width = ITEM_SIZE[entry.dtype]
+    same = DTYPES[entry.dtype] == local.dtype and local.device.type == "cpu"
+    simple = same and entry.dtype != "bool"
+    for part, offsets, sizes, view in _parts(entry, local, boxes):
         shard = part.shards[0]
         if simple and view.is_contiguous():
             if is_dense(part.shape, sizes):
@@ -158,11 +183,10 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _parts(
-    entry: TensorEntry, target: torch.Tensor
+    entry: TensorEntry, local: torch.Tensor, boxes: Sequence[Box]
 ) -> Iterator[tuple[TensorEntry, Ints, Ints, torch.Tensor]]:
     """Pairs of a stored box and the view of the target that it fills."""
-    local = local_tensor(target)
-    for box in local_boxes(target):
+    for box in boxes:
         for shard in entry.shards:
             common = intersect((box.offsets, box.sizes), (shard.offsets, shard.sizes))
             if common is None:
@@ -196,14 +220,15 @@ def _read_converted(
 # --- quantized tensors --------------------------------------------------------------------------
 
 
-def _plan_quantized(plan: _Plan, files: Files, item: Quantized, target: torch.Tensor) -> None:
-    local = local_tensor(target)
+def _plan_quantized(
+    plan: _Plan, files: Files, item: Quantized, local: torch.Tensor, boxes: Sequence[Box]
+) -> None:
     shape = item.shape
     if item.transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
         local = local.transpose(-1, -2)
     align = (*(1,) * (len(shape) - 2), BLOCK if item.scheme == "fp8" else 1, 1)
-    for box in local_boxes(target):
+    for box in boxes:
         offsets, sizes, start = box.offsets, box.sizes, box.local
         if item.transposed:
             offsets, sizes, start = _swap(offsets), _swap(sizes), _swap(start)
