@@ -2,7 +2,7 @@
 
 Any adapter of the protocol can be used by this project; `MappingAdapter` can be used by a
 torchtitan job as it is. What it adds to the protocol - plans, key lists, what is left out and why -
-comes from the table of a family. It reads config.json and the index of `hf_assets_path`, no weights.
+comes from the table of a family. It reads config.json and the index of `hf_assets_path` only.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def test_manifest_is_the_published_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPORTS))
 def test_to_hf_on_meta_gives_the_published_keys(name: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()  # of this process: other work on the machine does not count
     family, mapping = mapping_of(name)
     state = meta(keys.native_entries(mapping, dtype=None))
     hf = mapping.to_hf(state)
@@ -57,7 +57,7 @@ def test_to_hf_on_meta_gives_the_published_keys(name: str) -> None:
         k: (v.shape, v.dtype) for k, v in state.items()
     }
     keys.coverage(mapping, state, hf)
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
     assert family.name == CONFIGS[name]["family"]
 
 

@@ -255,6 +255,7 @@ def tied(emit: tuple[str, ...] = ()) -> Mapping:
     return Mapping(
         [
             Rule("emb", "embed"),
+            Rule("layers.{i}.x", "mtp.{i}.x", where={"i": range(2)}),
             Tied("head", "emb", side="native", group="head"),
             Tied("lm_head", "embed", group="head"),
             Tied("mtp.{i}.norm", "embed", group="mtp", where={"i": range(2)}, import_loss="as is"),
@@ -270,7 +271,8 @@ def test_ties_are_filled_left_out_and_switched_on() -> None:
     hf = tied(("head",)).to_hf(state)
     assert set(hf) == {"embed", "lm_head"}
     assert hf["lm_head"].data_ptr() != hf["embed"].data_ptr()
-    assert set(tied(("all",)).to_hf(state)) == {"embed", "lm_head", "mtp.0.norm", "mtp.1.norm"}
+    stage = tied(("all",)).to_hf(state | {"layers.1.x": emb})
+    assert set(stage) == {"embed", "lm_head", "mtp.1.x", "mtp.1.norm"}
     for source in ({"embed": emb}, hf, {"lm_head": emb}):
         back = tied().from_hf(source)
         assert set(back) == {"emb", "head"}

@@ -26,7 +26,7 @@ class _Joint:
 
 
 def compose(a: Mapping, b: Mapping, *, name: str = "") -> Mapping:
-    """The table from a's native side to b's. Raises MappingError for what cannot be carried over."""
+    """The table from a's native side to b's. Raises MappingError where it cannot be derived."""
     problems: list[Problem] = []
     entries: list[Entry] = []
     for joint in _joints(a.rules, b.rules):

@@ -145,9 +145,9 @@ def _image(
     for placement, size in zip(placements, sizes, strict=True):
         # A strided shard is made of blocks cut by its split factor, whoever else cuts there.
         if isinstance(placement, _StridedShard):
-            dim = _dim_of(placement)
-            if (total[dim] // size) % placement.split_factor:
-                total[dim] *= placement.split_factor
+            dim, blocks = _dim_of(placement), int(placement.split_factor)
+            if (total[dim] // size) % blocks:
+                total[dim] *= blocks
     out: list[int | None] = []
     for placement in placements:
         if isinstance(placement, Replicate):

@@ -34,7 +34,8 @@ class Row:
     `shape` is that of each Hugging Face tensor (of the native one where `hf` is None), as
     comma-separated expressions over the config. `layers` names the family's set for `{layer}`.
     `dtype` pins a dtype that no export dtype changes. `copy_of` is the Hugging Face key that this
-    one repeats, in a `group` that can be switched on (`emit`: that is always written). `why` is the reason where a side is missing.
+    one repeats, in a `group` that can be switched on (`emit`: that is always
+    written). `why` is the reason where a side is missing.
     """
 
     hf: Names

@@ -33,17 +33,21 @@ def after_dense(config: Config) -> range:
     return range(config["first_k_dense_replace"], config["num_hidden_layers"])
 
 
-def hashed(config: Config) -> range:
-    """Layers that route by token id (`num_hash_layers`)."""
-    return range(min(config["num_hash_layers"], config["num_hidden_layers"]))
+def hashed(config: Config) -> frozenset[int]:
+    """Layers that route by token id: the first `num_hash_layers`, or as `mlp_layer_types` says."""
+    count, kinds = config["num_hash_layers"], config["mlp_layer_types"]
+    if count is None and kinds is not None:
+        return frozenset(i for i, kind in enumerate(kinds) if kind == "hash_moe")
+    return frozenset(range(min(count or 0, config["num_hidden_layers"])))
 
 
-def routed(config: Config) -> range:
+def routed(config: Config) -> frozenset[int]:
     """Layers that route by score."""
-    return range(config["num_hash_layers"], config["num_hidden_layers"])
+    return frozenset(main(config)) - hashed(config)
 
 
-# transformers replaces `compress_ratios` by `layer_types` when it saves a DeepSeek-V4 config.
+# transformers replaces `compress_ratios` by `layer_types`, and `num_hash_layers` by
+# `mlp_layer_types`, when it saves a DeepSeek-V4 config.
 _TYPES = {"sliding_attention": 0, "full_attention": 0}
 _TYPES |= {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 

@@ -7,6 +7,7 @@ what an entry declares. Streaming plans are in `plan.py`, DTensors in `dtensor.p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +24,7 @@ from torchtitan_ckpt.mapping.rule import HF, NATIVE, SIDES, Entry, HfOnly, Nativ
 from torchtitan_ckpt.mapping.template import Binding
 from torchtitan_ckpt.mapping.view import ShapeError
 
+_LAYER = re.compile(r".*\.[0-9]+(?=\.)")
 # Codes of quantized files: as plain values they would be wrong by their scale.
 _CODES = ("float8", "float4", "int8", "uint8")
 
@@ -116,6 +118,22 @@ class Mapping:
         switched = tied.group in self.emit or "all" in self.emit
         return tied.side == "native" or tied.emit or switched
 
+    def copies(self, keys: Collection[str], side: int) -> list[tuple[str, str]]:
+        """Tied keys that are written beside these, each with the key that it repeats.
+
+        A copy that belongs to a layer is written only where another key of that layer is.
+        """
+        ties = [tied for tied in self._ties(side) if self.emits(tied)]
+        present = parents(keys) if ties else {}
+        out = []
+        for tied in ties:
+            for binding in bindings(tied.template.names, tied.where):
+                key, target = tied.template.render(binding), tied.target.render(binding)
+                layer = _LAYER.match(key)
+                if target in keys and (layer is None or layer[0] in present):
+                    out.append((key, target))
+        return out
+
     def _ties(self, side: int) -> list[Tied]:
         return [e for e in self.entries if isinstance(e, Tied) and e.side == SIDES[side]]
 
@@ -181,13 +199,8 @@ class Mapping:
         raise_all(problems)
 
     def _fill_ties(self, out: dict[str, Any], side: int) -> None:
-        for tied in self._ties(side):
-            if not self.emits(tied):
-                continue
-            for binding in bindings(tied.template.names, tied.where):
-                target = out.get(tied.target.render(binding))
-                if target is not None:
-                    out[tied.template.render(binding)] = target.clone()
+        for key, target in self.copies(out, side):
+            out[key] = out[target].clone()
 
     def _fill_defaults(self, out: dict[str, Any]) -> None:
         defaults = [
@@ -197,22 +210,14 @@ class Mapping:
         ]
         if not defaults or not out:
             return
-        parents: dict[str, torch.Tensor] = {}
-        for key, value in out.items():
-            while "." in key:
-                key = key.rpartition(".")[0]
-                if key in parents:
-                    break
-                parents[key] = value
+        present = parents(out)
         for entry in defaults:
             for binding in bindings(entry.template.names, entry.where):
                 key = entry.template.render(binding)
-                beside = parents.get(key.rpartition(".")[0])
+                beside = present.get(key.rpartition(".")[0])
                 if beside is not None and entry.shape is not None and entry.default is not None:
-                    dtype = apply.dtype_of(entry.dtype)
-                    out[key] = torch.full(
-                        entry.shape, entry.default, dtype=dtype, device=beside.device
-                    )
+                    dtype, device = apply.dtype_of(entry.dtype), out[beside].device
+                    out[key] = torch.full(entry.shape, entry.default, dtype=dtype, device=device)
 
     def left_out(self, keys: Iterable[str], side: int) -> list[LeftOut]:
         """What a conversion of these keys of `side` leaves out on purpose, with the reasons.
@@ -233,6 +238,19 @@ class Mapping:
                     names = [tied.template.render(binding) for binding in bound]
                     found.setdefault((HF, tied.why, f"emit={tied.group!r}"), []).extend(names)
         return [LeftOut(SIDES[s], tuple(k), why, sw) for (s, why, sw), k in found.items()]
+
+
+def parents(keys: Iterable[str]) -> dict[str, str]:
+    """Every module path above these keys, with one key below it."""
+    out: dict[str, str] = {}
+    for key in keys:
+        path = key
+        while "." in path:
+            path = path.rpartition(".")[0]
+            if path in out:
+                break
+            out[path] = key
+    return out
 
 
 def bindings(names: Sequence[str], where: Any) -> list[Binding]:

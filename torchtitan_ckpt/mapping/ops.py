@@ -81,7 +81,7 @@ class Regroup:
     dim: int
     rows: int | None
     cols: int | None
-    block: int | None = None
+    block: int | str | None = None
     joins: ClassVar[int] = 0
 
     @property
@@ -91,6 +91,8 @@ class Regroup:
     def split(self, view: View) -> tuple[View, ...]:
         dim = _dim(self.dim, view.shape)
         axes = view.dims[dim]
+        if isinstance(self.block, str):
+            raise ShapeError(f"{self.block} was not bound to a config")
         block = self.block if self.block is not None else size(axes)
         outer, inner = factor(axes, block) if self.block is not None else ((), axes)
         known = (self.rows or 1) * (self.cols or 1)
@@ -108,12 +110,15 @@ class Regroup:
         return _same(shapes)
 
 
-def RopeToHalf(head_dim: int, dim: int = 0) -> Regroup:
-    """Interleaved rope rows (x0 y0 x1 y1 ...) of each head to half-split (x0 x1 ... y0 y1 ...)."""
+def RopeToHalf(head_dim: int | str, dim: int = 0) -> Regroup:
+    """Interleaved rope rows (x0 y0 x1 y1 ...) of each head to half-split (x0 x1 ... y0 y1 ...).
+
+    `head_dim` may name a config field, in a family's table.
+    """
     return Regroup(dim, None, 2, head_dim)
 
 
-def RopeToInterleaved(head_dim: int, dim: int = 0) -> Regroup:
+def RopeToInterleaved(head_dim: int | str, dim: int = 0) -> Regroup:
     """The inverse of `RopeToHalf`."""
     return Regroup(dim, 2, None, head_dim)
 

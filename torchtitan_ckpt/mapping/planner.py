@@ -5,7 +5,7 @@ The groups come from the same table and the same proof as a conversion in memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -14,9 +14,9 @@ from torchtitan_ckpt.mapping.apply import Part
 from torchtitan_ckpt.mapping.group import Group, gather, half_groups, shape_problem
 from torchtitan_ckpt.mapping.index import raise_all
 from torchtitan_ckpt.mapping.mapping import Mapping as KeyMapping
-from torchtitan_ckpt.mapping.mapping import bindings
+from torchtitan_ckpt.mapping.mapping import bindings, parents
 from torchtitan_ckpt.mapping.plan import Plan, PlanGroup, target_dtype
-from torchtitan_ckpt.mapping.rule import HF, NATIVE, SIDES, NativeOnly, Tied
+from torchtitan_ckpt.mapping.rule import HF, NATIVE, NativeOnly, Tied
 from torchtitan_ckpt.mapping.view import Shape, ShapeError
 
 # Chooses a target's dtype from its key and the dtype that the rule gives.
@@ -34,8 +34,8 @@ def plan_to_native(mapping: KeyMapping, hf: Entries, *, dtype: ChooseDtype | Non
     """Hugging Face (logical shapes, dequantized) to native, with declared constants filled in."""
     groups = _convert(mapping, hf, HF, dtype)
     groups += _copies(mapping, groups, NATIVE)
-    parents = _parents(entry.key for group in groups for entry in group.targets)
-    return Plan((*groups, *_constants(mapping, lambda key: key.rpartition(".")[0] in parents)))
+    present = parents(entry.key for group in groups for entry in group.targets)
+    return Plan((*groups, *_constants(mapping, lambda key: key.rpartition(".")[0] in present)))
 
 
 def plan_load(mapping: KeyMapping, native: Entries) -> Plan:
@@ -162,15 +162,9 @@ def _copies(mapping: KeyMapping, groups: list[PlanGroup], side: int) -> list[Pla
     """Tied keys of the target side that are written, as copies of what their target is made of."""
     made = {entry.key: (group, entry) for group in groups for entry in group.targets}
     out = []
-    for tied in mapping.entries:
-        if not isinstance(tied, Tied) or tied.side != SIDES[side] or not mapping.emits(tied):
-            continue
-        for binding in bindings(tied.template.names, tied.where):
-            found = made.get(tied.target.render(binding))
-            if found is not None:
-                group, entry = found
-                copy = replace(entry, key=tied.template.render(binding))
-                out.append(replace(group, targets=(copy,), copy_of=entry.key))
+    for key, target in mapping.copies(made, side):
+        group, entry = made[target]
+        out.append(replace(group, targets=(replace(entry, key=key),), copy_of=target))
     return out
 
 
@@ -185,14 +179,3 @@ def _constants(mapping: KeyMapping, wanted: Callable[[str], bool]) -> list[PlanG
                 target = TensorEntry(key, entry.shape, entry.dtype)
                 out.append(PlanGroup(None, (target,), entry.dtype, fill=entry.default))
     return out
-
-
-def _parents(keys: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for key in keys:
-        while "." in key:
-            key = key.rpartition(".")[0]
-            if key in found:
-                break
-            found.add(key)
-    return found
