@@ -6,13 +6,13 @@ import itertools
 import json
 from pathlib import Path
 
-import hf_cases as cases
 import pytest
 import torch
 from safetensors import safe_open
 from torch.distributed.tensor import Replicate, Shard
 
 from conformance.ranks import RankPool
+from tests.ranks import hf_cases as cases
 from torchtitan_ckpt.formats import hf
 from torchtitan_ckpt.formats.quantized_math import dequantize, quantize_fp4, quantize_fp8
 
@@ -133,7 +133,7 @@ def test_a_failure_is_every_ranks_failure(
     for result in results:
         assert code in result["codes"], result
         assert named in result["text"]
-        assert result["seconds"] < 10
+        assert result["seconds"] < 30
     assert not [n for n in results[0]["left"] if not n.startswith(".")]
     assert not list((tmp_path / "x").glob("*")), "nothing is left"
 
