@@ -119,7 +119,7 @@ class Job:
         parts = build(table, degrees, meshes, poison if empty else value_of, chunks=chunks)
         optimizers: list[torch.optim.Optimizer] = [_optimizer(part) for part in parts]
         schedulers: list[torch.optim.lr_scheduler.LRScheduler] = [
-            torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers
+            torch.optim.lr_scheduler.LambdaLR(o, _halved) for o in optimizers
         ]
         return cls(table, degrees, meshes, parts, optimizers, schedulers)
 
@@ -183,7 +183,9 @@ class Job:
             flat["train_state.step"] = torch.tensor(self.step, dtype=torch.int64)
         return flat
 
-    def manager(self, dump_folder: str, **options: Any) -> CheckpointManager:
+    def manager(
+        self, dump_folder: str, *, sd_adapter: Any = None, **options: Any
+    ) -> CheckpointManager:
         """A checkpoint manager over this job's parts; `options` are its config's fields."""
         return CheckpointManager(
             CheckpointManager.Config(enable=True, sync_files=False, **options),
@@ -192,6 +194,7 @@ class Job:
             lr_schedulers=self.schedulers,
             dataloader=_Loader(self),
             states={"train_state": _Counter(self)},
+            sd_adapter=sd_adapter,
             base_folder=dump_folder,
         )
 
@@ -254,6 +257,10 @@ class _Counter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.job.step = int(state["step"])
+
+
+def _halved(step: int) -> float:
+    return 0.5**step
 
 
 def _is_other(key: str) -> bool:
