@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from dataclasses import fields, replace
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -90,13 +91,14 @@ def test_a_registry_s_defaults_stay_until_overridden() -> None:
 
 
 def test_every_option_of_the_manager_has_a_flag() -> None:
+    hints = get_type_hints(CheckpointConfig)
+    samples = {bool: True, int: 7, list[str]: ["a", "b"]}
     for item in fields(CheckpointConfig):
-        value = getattr(CheckpointConfig(), item.name)
-        words = {bool: [], int: ["7"], list: ["a,b"]}.get(type(value), ["text"])
-        changed = getattr(
-            parse_flags([f"--checkpoint.{item.name}", *words], JobConfig()).checkpoint, item.name
-        )
-        assert changed == {bool: True, int: 7, list: ["a", "b"]}.get(type(value), "text")
+        choices = get_args(hints[item.name]) if get_origin(hints[item.name]) is Literal else ()
+        value = choices[-1] if choices else samples.get(hints[item.name], "text")
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        words = [f"--checkpoint.{item.name}", *([] if value is True else [text])]
+        assert getattr(parse_flags(words, JobConfig()).checkpoint, item.name) == value
 
 
 def test_every_mistake_is_said_at_once() -> None:

@@ -272,4 +272,5 @@ def _plain(box: str) -> str:
     lines = [re.sub(r"[│╭╮╰╯─]+", " ", line).strip() for line in box.splitlines()]
     kept = [line for line in lines if line]
     stop = next((i for i, line in enumerate(kept) if line.startswith("Argument helptext")), None)
-    return " ".join(kept[1:stop]) or "the command line cannot be read"
+    text = " ".join(kept[1:stop]).partition(" For full helptext")[0]
+    return text or "the command line cannot be read"
