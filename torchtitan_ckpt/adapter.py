@@ -127,6 +127,8 @@ class MappingAdapter:
             return dtype
         match = self.mapping.index(HF).match(hf_key)
         entry = None if match is None else self.mapping.entries[match.entry]
+        if isinstance(entry, Tied) and match is not None:
+            return self.export_dtype(entry.target.render(match.binding), dtype, requested)
         if isinstance(entry, Rule) and entry.pinned and entry.dtype is not None:
             return entry.dtype
         return requested

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from facts import CONFIGS, EXPORTS, KEYS, meta, published
 
+from tests.families.facts import CONFIGS, EXPORTS, KEYS, meta, published
 from torchtitan_ckpt.families import get
 from torchtitan_ckpt.mapping import keys
 from torchtitan_ckpt.mapping.planner import plan_to_hf

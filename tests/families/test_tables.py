@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from facts import NATIVE, TINY, fingerprints
 
 import torchtitan_ckpt.families as families
+from tests.families.facts import NATIVE, TINY, fingerprints
 from torchtitan_ckpt.errors import MappingError
 from torchtitan_ckpt.mapping import HfOnly, keys
 from torchtitan_ckpt.mapping.compose import compose

@@ -20,8 +20,7 @@ import torch
 pytest.importorskip("torchtitan", reason="wants the extra 'titan'")
 pytest.importorskip("triton", reason="wants the extra 'titan'")
 pytest.importorskip("transformers", reason="wants the extra 'hf'")
-import hf_models
-
+from tests.families import hf_models
 from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.families.model_config import from_titan
 

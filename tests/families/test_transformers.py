@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from facts import TINY
+
+from tests.families.facts import TINY
 
 pytest.importorskip("transformers", reason="wants the extra 'hf'")
-import hf_models
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from tests.families import hf_models
 from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.families import get, names
 

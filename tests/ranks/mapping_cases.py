@@ -147,3 +147,34 @@ def check_share() -> dict[str, Any]:
         "held": sum(tensor.to_local().numel() for tensor in hf.values()),
         "placements": sorted({str(tensor.placements) for tensor in hf.values()}),
     }
+
+
+def check_load(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Experts on EP over FSDP and the rest on FSDP: a load by plan reads each rank's bytes once."""
+    from torchtitan_ckpt.adapter import MappingAdapter
+    from torchtitan_ckpt.hf_load import load_native
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    adapter = MappingAdapter(config)
+    native: dict[str, torch.Tensor] = {}
+    for key, entry in adapter.native_entries().items():
+        tensor = torch.full(entry.shape, float("nan"))
+        if ".inner_experts." in key:
+            native[key] = distribute_tensor(tensor, mesh, [Shard(1), Shard(0)])
+        elif key.endswith("expert_bias_E"):
+            native[key] = tensor
+        else:
+            native[key] = distribute_tensor(tensor, mesh["dp"], [Shard(0)])
+    count = [0]
+
+    def progress(read: int) -> None:
+        count[0] += read
+
+    load_native(adapter, folder, native, progress=progress)
+    held = sum(
+        4 * (t.to_local() if isinstance(t, DTensor) else t).numel()
+        for k, t in native.items()
+        if not k.endswith("expert_bias_E")
+    )
+    whole = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in native.items()}
+    return {"read": count[0], "held": held, "values": {k: v.numpy() for k, v in whole.items()}}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
-import mapping_cases as cases
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from conformance.ranks import RankPool
+from tests.ranks import mapping_cases as cases
+from torchtitan_ckpt.adapter import MappingAdapter
 
 TWO = [name for name in cases.RULES if len(next(iter(cases.RULES[name][1].values()))) == 2]
 THREE = [name for name in cases.RULES if name not in TWO]
@@ -46,3 +50,32 @@ def test_experts_on_ep_ranks_cost_no_rank_more_than_its_share(pool: RankPool) ->
     for result in pool.run(cases.check_share, 4):
         assert result["held"] == result["native"]
         assert result["placements"] == ["(Shard(dim=0),)"]
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 20,
+    "intermediate_size": 28,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "num_experts": 12,
+    "mlp_only_layers": [0],
+    "vocab_size": 37,
+}
+
+
+def test_each_rank_reads_its_own_bytes_and_no_more(pool: RankPool, tmp_path: Path) -> None:
+    adapter = MappingAdapter(MOE)
+    native = {
+        key: cases.value(entry.shape, 7 * number) * (not key.endswith("expert_bias_E"))
+        for number, (key, entry) in enumerate(adapter.native_entries().items())
+    }
+    hf = {key: tensor.contiguous() for key, tensor in adapter.to_hf(native).items()}
+    save_file(hf, tmp_path / "model.safetensors")
+    for result in pool.run(cases.check_load, 4, str(tmp_path), MOE):
+        assert result["read"] == result["held"]
+        for key, tensor in native.items():
+            assert torch.equal(torch.from_numpy(result["values"][key]), tensor), key

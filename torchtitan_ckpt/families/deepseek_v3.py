@@ -58,9 +58,13 @@ _GATE, _UPS = "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_
 MOE = (
     Row("mlp.gate.weight", "moe.router.gate.weight", shape=f"{_COUNT}, hidden_size"),
     Row("mlp.gate.e_score_correction_bias", "moe.expert_bias_E", "moe.expert_bias",
-        dtype="float32", shape=_COUNT, when="topk_method == 'noaux_tc'"),
+        dtype="float32", shape=_COUNT, when="topk_method == 'noaux_tc' and expert_bias"),
+    Row("mlp.gate.e_score_correction_bias", None, dtype="float32", shape=_COUNT,
+        when="topk_method == 'noaux_tc' and not expert_bias",
+        why="the model is built without load balancing and has no router bias"),
     Row(None, "moe.expert_bias_E", "moe.expert_bias", dtype="float32", shape=_COUNT,
-        when="topk_method != 'noaux_tc'", why="files of this topk_method hold no router bias"),
+        when="topk_method != 'noaux_tc' and expert_bias",
+        why="files of this topk_method hold no router bias"),
     Row(_GATE, _INNER + "w1_EFD", "moe.experts.w1", quant="fp8", shape=_UP,
         ops=(Unstack("expert"),), when="not gmm"),
     Row(_UPS, _INNER + "w3_EFD", "moe.experts.w3", quant="fp8", shape=_UP,
@@ -98,6 +102,7 @@ DEFAULTS = {
     "q_lora_rank": None,
     "n_shared_experts": 0,
     "topk_method": "'noaux_tc'",
+    "expert_bias": True,
 }
 
 FAMILY = Family(

@@ -64,6 +64,7 @@ BLOCK = (
         "moe.expert_bias_E",
         "moe.expert_bias",
         shape="num_local_experts",
+        when="expert_bias",
         dtype="float32",
         why="the load-balancing bias has no Hugging Face key; it starts at zero on import",
     ),
@@ -102,6 +103,6 @@ FAMILY = Family(
     model_types=("gpt_oss",),
     rows=(*TOP, *block(BLOCK, **LAYER)),
     sets={"main": main},
-    defaults=DEFAULTS,
+    defaults={**DEFAULTS, "expert_bias": True},
     layouts={"mxfp4": MXFP4},
 )

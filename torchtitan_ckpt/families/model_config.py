@@ -81,7 +81,10 @@ def _attributes(config: Any) -> dict[str, Any]:
         return dict(config.to_dict())
     names = [name for name in dir(config) if not name.startswith("_")]
     pairs = ((name, getattr(config, name)) for name in names)
-    return {name: value for name, value in pairs if not callable(value)}
+    out = {name: value for name, value in pairs if not callable(value)}
+    if "load_balance_coeff" in out:
+        out["expert_bias"] = out["load_balance_coeff"] is not None
+    return out
 
 
 _TITAN = {
@@ -141,9 +144,11 @@ def _latent(attention: Any, config: Any) -> dict[str, Any]:
 
 def _experts(model: str, moe: Any, dense: list[int]) -> dict[str, Any]:
     inner = moe.routed_experts.inner_experts
+    out: dict[str, Any] = {"expert_bias": moe.load_balance_coeff is not None}
     if model == "GptOssModel":
-        return {"num_local_experts": moe.num_experts, "intermediate_size": inner.hidden_dim}
-    out: dict[str, Any] = {"moe_intermediate_size": inner.hidden_dim}
+        out["intermediate_size"] = inner.hidden_dim
+        return {**out, "num_local_experts": moe.num_experts}
+    out["moe_intermediate_size"] = inner.hidden_dim
     if model == "DeepSeekV3Model":
         shared = moe.shared_experts
         width = shared.w1.out_features if shared is not None else 0

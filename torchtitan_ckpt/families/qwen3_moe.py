@@ -17,6 +17,7 @@ MOE = (
         "moe.expert_bias_E",
         "moe.expert_bias",
         shape="num_experts",
+        when="expert_bias",
         dtype="float32",
         why="the load-balancing bias has no Hugging Face key; it starts at zero on import",
     ),
@@ -73,5 +74,6 @@ FAMILY = Family(
         "num_experts": "num_local_experts",
         "mlp_only_layers": (),
         "decoder_sparse_step": 1,
+        "expert_bias": True,
     },
 )

@@ -110,7 +110,7 @@ class Mapping:
             raise_all(problems)
             self._fill_ties(out, 1 - side)
             if side == HF:
-                self._fill_defaults(out)
+                self._fill_defaults(out, like)
             return out
 
     def emits(self, tied: Tied) -> bool:
@@ -202,7 +202,7 @@ class Mapping:
         for key, target in self.copies(out, side):
             out[key] = out[target].clone()
 
-    def _fill_defaults(self, out: dict[str, Any]) -> None:
+    def _fill_defaults(self, out: dict[str, Any], like: dict[str, Any] | None) -> None:
         defaults = [
             e
             for e in self.entries
@@ -215,7 +215,12 @@ class Mapping:
             for binding in bindings(entry.template.names, entry.where):
                 key = entry.template.render(binding)
                 beside = present.get(key.rpartition(".")[0])
-                if beside is not None and entry.shape is not None and entry.default is not None:
+                if entry.shape is None or entry.default is None or beside is None:
+                    continue
+                if like is not None:
+                    if isinstance(like.get(key), torch.Tensor):
+                        out[key] = torch.full_like(like[key], entry.default)
+                else:
                     dtype, device = apply.dtype_of(entry.dtype), out[beside].device
                     out[key] = torch.full(entry.shape, entry.default, dtype=dtype, device=device)
 

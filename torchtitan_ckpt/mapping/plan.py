@@ -163,6 +163,11 @@ class PlanGroup:
             return ()
         return tuple(self._parts) if self.to_big else (self.keys.big_key,)
 
+    def source_shapes(self) -> Iterator[tuple[str, Shape]]:
+        """The keys of the source tensors, each with its shape."""
+        for key in self.sources:
+            yield key, self.links[self._parts[key][0]].small.shape if self.to_big else self.shape
+
     def box(self, key: str, offsets: Shape, sizes: Shape) -> tuple[Move, ...]:
         """The moves that fill one box of one target tensor."""
         return tuple(self._moves(Region(key, offsets, sizes)))
@@ -203,11 +208,12 @@ class PlanGroup:
         The tiles of a target come in the order of its bytes and cover it once.
         """
         for entry in self.targets:
-            yield from self._tiles(entry, (0,) * len(entry.shape), entry.shape, max_bytes)
+            yield from self.tiles_of(entry, (0,) * len(entry.shape), entry.shape, max_bytes)
 
-    def _tiles(
+    def tiles_of(
         self, entry: TensorEntry, offsets: Shape, sizes: Shape, max_bytes: int
     ) -> Iterator[Tile]:
+        """Tiles of one box of one target."""
         own = math.prod(sizes) * ITEM_SIZE[entry.dtype]
         if own <= max_bytes:
             moves = self.box(entry.key, offsets, sizes)
@@ -230,7 +236,7 @@ class PlanGroup:
         step = max(1, min(-(-sizes[dim] // 2), max_bytes // 2 // row if row else 1))
         for start in range(0, sizes[dim], step):
             length = min(step, sizes[dim] - start)
-            yield from self._tiles(
+            yield from self.tiles_of(
                 entry,
                 (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
                 (*sizes[:dim], length, *sizes[dim + 1 :]),
