@@ -184,7 +184,12 @@ class Job:
         return flat
 
     def manager(
-        self, dump_folder: str, *, sd_adapter: Any = None, **options: Any
+        self,
+        dump_folder: str,
+        *,
+        sd_adapter: Any = None,
+        states: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> CheckpointManager:
         """A checkpoint manager over this job's parts; `options` are its config's fields."""
         return CheckpointManager(
@@ -193,7 +198,7 @@ class Job:
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             dataloader=_Loader(self),
-            states={"train_state": _Counter(self)},
+            states={"train_state": _Counter(self), **(states or {})},
             sd_adapter=sd_adapter,
             base_folder=dump_folder,
         )
