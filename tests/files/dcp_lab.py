@@ -18,7 +18,8 @@ GOLDEN = Path(__file__).parents[2] / "fixtures" / "dcp"
 
 def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's values as bytes: NaN equals NaN, and -0.0 is not 0.0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ serves all that match it byte for byte elsewhere. What does not match is read in
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from struct import unpack_from
 
@@ -95,9 +96,11 @@ def _layout(archive: Archive, item: bytes, name: str, payload: Payload) -> _Layo
     )
 
 
-def stored_crc(item: bytes | bytearray, payload: Payload) -> int | None:
-    """The CRC-32 that the archive keeps of the payload, None when its writer kept none."""
-    end = payload.start + payload.nbytes
-    if item[end : end + 4] == b"PK\x07\x08":
-        return int(unpack_from("<I", item, end + 4)[0]) or None
-    return payload.crc or None
+def crc_differs(data: bytes | bytearray, at: int, payload: Payload) -> bool:
+    """Whether the data of the item at `at` does not fit the checksum that its archive keeps."""
+    start = at + payload.start
+    end = start + payload.nbytes
+    if data[end : end + 4] != b"PK\x07\x08":
+        return False
+    kept = unpack_from("<I", data, end + 4)[0]
+    return bool(kept) and kept != zlib.crc32(memoryview(data)[start:end])

@@ -24,7 +24,7 @@ from torchtitan_ckpt.formats.box_reads import (
     dtype_name,
     read_tasks,
 )
-from torchtitan_ckpt.formats.dcp_layout import Layouts, tensor_of
+from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_manifest import read_manifest
 from torchtitan_ckpt.formats.dcp_objects import raise_all, read_objects
 from torchtitan_ckpt.formats.dcp_plan import Job, compare, plan
@@ -134,6 +134,8 @@ class _Loader:
             at = shard.byte_offset - base
             payload = self.layouts.find(data, at, shard.byte_length, self._where(job))
             self._check(job, payload)
+            if crc_differs(data, at, payload):
+                raise self._flipped(job)
             if (
                 job.is_whole
                 and target.is_cpu
@@ -174,6 +176,17 @@ class _Loader:
 
     def _where(self, job: Job) -> str:
         return f"{self.folder.name.rstrip('/')}/{job.shard.file}: {job.key}"
+
+    def _flipped(self, job: Job) -> DamagedError:
+        return DamagedError(
+            Problem(
+                code="dcp.checksum",
+                what="the data of an item does not fit the checksum beside it",
+                where=self._where(job),
+                cause="overwritten bytes, a bad disk or a bad copy",
+                fix="copy the file again, or use another step",
+            )
+        )
 
     def _check(self, job: Job, payload: Payload) -> None:
         if payload.dtype != job.dtype or payload.size != job.shard.sizes:

@@ -103,6 +103,8 @@ def _unusable(target: torch.Tensor) -> str:
     if target.layout is not torch.strided:
         return f"targets with the layout {str(target.layout).removeprefix('torch.')}"
     local = target.to_local() if isinstance(target, DTensor) else target
+    if local.is_conj() or local.is_neg():
+        return "targets that are lazy views (conjugate or negative)"
     if local.device.type == "meta":
         return "targets on the meta device, which have no memory"
     if local.numel() and local.untyped_storage().nbytes() == 0:

@@ -9,6 +9,7 @@ and against the size of the archive before anything is believed.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import error as StructError
@@ -27,18 +28,21 @@ _END64 = b"PK\x06\x06"
 _LOCATOR64 = b"PK\x06\x07"
 _ENTRY = b"PK\x01\x02"
 _LOCAL = b"PK\x03\x04"
+_DESCRIPTOR = b"PK\x07\x08"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """An entry of an archive; `header` is where its local header starts, `entry` where the
-    directory speaks of it (both in bytes from the start of the archive)."""
+    directory speaks of it (both in bytes from the start of the archive). `crc` is 0 when its writer
+    kept none; `described` says that a descriptor follows the bytes."""
 
     name: str
     header: int
     size: int
     crc: int
     entry: int
+    described: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +156,19 @@ class Archive:
             size, packed, header = _wide(extra, size, packed, header)
         if flags & 1 or method or packed != size:
             raise self.refused(f"{name} is compressed or encrypted")
-        return Member(name, header, size, crc, start + at), end
+        return Member(name, header, size, crc, start + at, bool(flags & 8)), end
 
     def _named(self, members: list[Member], start: int) -> dict[str, Member]:
         roots = [m.name[: -len("data.pkl")] for m in members if m.name.endswith("/data.pkl")]
         if len(roots) != 1:
             raise self.damaged(f"it holds {len(roots)} data.pkl")
-        end = 0
-        for member in sorted(members, key=lambda m: m.header):
-            if member.header < end:
-                raise self.damaged("its entries overlap")
-            end = member.header + 30 + len(member.name) + member.size
-        if end > start:
-            raise self.damaged("an entry reaches beyond the data")
+        ordered = sorted(members, key=lambda m: m.header)
+        self._next = dict(
+            zip((m.header for m in ordered), [*(m.header for m in ordered[1:]), start], strict=True)
+        )
+        for member in ordered:
+            if member.header + 30 + len(member.name) + member.size > self._next[member.header]:
+                raise self.damaged("its entries overlap, or reach beyond the data")
         named = {m.name.removeprefix(roots[0]): m for m in members if m.name.startswith(roots[0])}
         if len(named) != len(members):
             raise self.damaged("it holds two entries of one name, or entries of two archives")
@@ -179,8 +183,17 @@ class Archive:
             raise self.damaged(f"the header of {member.name} does not match the directory")
         name_size, extra_size = unpack_from("<HH", head, 26)
         start: int = member.header + 30 + name_size + extra_size
-        if start + member.size > self._size:
-            raise self.damaged(f"{member.name} reaches beyond the end")
+        # The bytes end where the next header starts, but for a descriptor that repeats the size:
+        # a header with one wrong bit would otherwise shift the data unseen.
+        end = start + member.size
+        left = self._next[member.header] - end
+        good = left == 0
+        if member.described:
+            after = self._read(end, left) if left in (16, 24) else b""
+            sizes = unpack_from("<II" if left == 16 else "<QQ", after, 8) if after else ()
+            good = after[:4] == _DESCRIPTOR and set(sizes) == {member.size}
+        if not good:
+            raise self.damaged(f"{member.name} does not end where the next entry starts")
         return start
 
     def member(self, name: str) -> Member:
@@ -190,8 +203,12 @@ class Archive:
             raise self.damaged(f"it has no entry {name}") from None
 
     def read(self, name: str) -> bytes:
+        """The bytes of an entry, compared with their checksum where there is one."""
         member = self.member(name)
-        return self._read(self.data_offset(member), member.size)
+        data = self._read(self.data_offset(member), member.size)
+        if member.crc and zlib.crc32(data) != member.crc:
+            raise self.damaged(f"the bytes of {member.name} do not fit their checksum")
+        return data
 
     def payload(self, ref: TensorRef) -> Payload:
         """Where the bytes of a tensor lie."""
@@ -224,7 +241,8 @@ class Archive:
             if payload.nbytes == 0:
                 return torch.empty(ref.size, dtype=dtype)
             if ref.storage.key not in storages:
-                storages[ref.storage.key] = bytearray(self._read(payload.start, payload.nbytes))
+                name = f"data/{ref.storage.key}"
+                storages[ref.storage.key] = bytearray(self.read(name))
             flat = torch.frombuffer(storages[ref.storage.key], dtype=dtype)
             return flat.as_strided(ref.size, ref.stride, ref.offset)
 
