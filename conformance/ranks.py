@@ -99,7 +99,8 @@ class RankPool:
 
     `start_method="forkserver"` imports torch once for all ranks; `"spawn"` is for accelerators
     whose runtimes do not survive a fork. `backend` is what `init_process_group` gets. Each call
-    has a process group of its own, and ranks run torch with `threads` threads.
+    has a process group of its own, and ranks run torch with `threads` threads. After a rank has
+    failed, its peers have `grace` seconds to end by themselves.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class RankPool:
         backend: str = "gloo",
         start_method: Literal["forkserver", "spawn"] = "forkserver",
         threads: int = 1,
-        grace: float = 3.0,
+        grace: float = 10.0,
     ) -> None:
         self.size = size
         self.backend = backend
