@@ -475,6 +475,14 @@ def test_wrappers_do_not_show(tmp_path: Path) -> None:
     } == plain
 
 
+def test_names_of_a_wrapper_that_the_optimizer_remembers_give_way_to_the_models() -> None:
+    """Built from a DDP wrapper's names: the model, looked at by identity, knows better."""
+    net = make_net()
+    named = [(f"module.{name}", parameter) for name, parameter in net.named_parameters()]
+    flat = optimizer_state_dict(torch.optim.SGD(named), net)
+    assert {k.split(".")[1] for k in flat} == {n.split(".")[0] for n, _ in net.named_parameters()}
+
+
 class FailsOnLoad(torch.optim.AdamW):
     """Breaks half-way: its second copies cannot be refreshed."""
 

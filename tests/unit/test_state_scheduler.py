@@ -98,6 +98,7 @@ def test_rates_go_on_bit_for_bit(tmp_path: Path, kinds: list[str]) -> None:
     for (target, _), (source, _) in zip(fresh, pairs, strict=True):
         load_optimizer_state_dict(target, [], optimizer_state_dict(source, []))
     load_scheduler_state([s for _, s in fresh], values)
+    assert [bits(s.state_dict()) for _, s in fresh] == before
     assert [s.get_last_lr() for _, s in fresh] == [s.get_last_lr() for s in schedulers]
     assert run(fresh, 6) == run(pairs, 6)
 
