@@ -20,12 +20,18 @@ VERSION = "2026.12"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One clause. `needs` are inputs of a Subject without which it is n/a; `after` block it."""
+    """One clause.
+
+    `needs` are inputs of a Subject without which it is n/a. `runs` are the directions that must
+    not raise on the whole model, and `after` the checks that must not have failed: otherwise the
+    clause is blocked, so that one root cause is told once.
+    """
 
     id: str
     level: int
     why: str
     needs: tuple[str, ...] = ("adapter", "native")
+    runs: tuple[str, ...] = ("to_hf", "from_hf")
     after: tuple[str, ...] = ()
     since: str = "2026.12"
 
@@ -49,102 +55,60 @@ LEVELS = {
     5: "several ranks and managers",
 }
 
-_A, _N, _H, _R = "adapter", "native", "hf", "reference"
-_RUNS = ("keys.leaves",)
+# Which check says that a direction raises on the whole model.
+RUNS = {"to_hf": "keys.leaves", "from_hf": "keys.import"}
+_HF, _REF = ("adapter", "native", "hf"), ("adapter", "native", "reference")
+_OUT = ("to_hf",)
+_PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
 
 CONTRACT: tuple[Check, ...] = (
-    Check("keys.leaves", 1, "Both directions run, and every leaf is a tensor under a str."),
-    Check("keys.total", 1, "Every native element leaves, once.", after=_RUNS),
-    Check("keys.exact", 1, "The keys written are those of the files.", (_A, _N, _H), _RUNS),
-    Check("keys.import", 1, "Import returns the model's keys, and uses each key.", after=_RUNS),
-    Check("keys.hf-only", 1, "Files may hold declared extras; import accepts them.", after=_RUNS),
-    Check("keys.also-reads", 1, "Declared older spellings are read as well.", after=_RUNS),
-    Check("keys.unknown-refused", 1, "An unknown key raises; it is never dropped.", after=_RUNS),
-    Check("keys.lora-refused", 1, "LoRA keys raise; they are never dropped.", after=_RUNS),
-    Check("keys.half-group", 1, "Half a stack or half a fused pair raises.", after=_RUNS),
-    Check("keys.high-numbers", 1, "Layers and experts keep their numeric order.", after=_RUNS),
-    Check("keys.layers", 1, "All tensors of a layer go to the same layer.", after=_RUNS),
-    Check("keys.partial", 1, "A part of the model in gives that part out.", after=_RUNS),
-    Check("keys.index", 1, "The map of keys to files lists what is written.", after=_RUNS),
-    Check("shapes.exact", 1, "Shapes written are those of the files.", (_A, _N, _H), _RUNS),
-    Check("shapes.native", 1, "Import returns the model's shapes.", after=_RUNS),
-    Check("dtypes.policy", 1, "No dtype changes unless declared.", after=_RUNS),
-    Check(
-        "values.pinned-export",
-        2,
-        "Each element written is the one an independent implementation writes there.",
-        (_A, _N, _R),
-        _RUNS,
-    ),
-    Check(
-        "values.pinned-import",
-        2,
-        "Each element read is the one an independent implementation reads there.",
-        (_A, _N, _R),
-        _RUNS,
-    ),
-    Check(
-        "values.provenance",
-        2,
-        "Each element written is one element of its source, once.",
-        after=_RUNS,
-    ),
-    Check(
-        "values.native-round-trip",
-        2,
-        "Export then import gives back every bit.",
-        after=(*_RUNS, "values.pinned-export", "values.pinned-import", "values.provenance"),
-    ),
+    Check("keys.leaves", 1, "to_hf runs; every value of both directions is a tensor.", runs=()),
+    Check("keys.total", 1, "Every native element leaves, once.", runs=_OUT),
+    Check("keys.exact", 1, "The keys written are those of the files.", _HF, _OUT),
+    Check("keys.import", 1, "from_hf runs, returns the model's keys, uses each key.", runs=_OUT),
+    Check("keys.hf-only", 1, "Files may hold declared extras; import accepts them."),
+    Check("keys.also-reads", 1, "Declared older spellings are read as well."),
+    Check("keys.unknown-refused", 1, "An unknown key raises; it is never dropped."),
+    Check("keys.lora-refused", 1, "LoRA keys raise; they are never dropped."),
+    Check("keys.half-group", 1, "Half a stack or half a fused pair raises."),
+    Check("keys.high-numbers", 1, "Layers and experts keep their numeric order.", runs=_OUT),
+    Check("keys.layers", 1, "All tensors of a layer go to the same layer.", runs=_OUT),
+    Check("keys.partial", 1, "A part of the model in gives that part out."),
+    Check("keys.index", 1, "The map of keys to files lists what is written.", runs=_OUT),
+    Check("shapes.exact", 1, "Shapes written are those of the files.", _HF, _OUT),
+    Check("shapes.native", 1, "Import returns the model's shapes."),
+    Check("dtypes.policy", 1, "No dtype changes unless declared."),
+    Check("values.pinned-export", 2, "What is written equals an independent export.", _REF, _OUT),
+    Check("values.pinned-import", 2, "What is read equals an independent import.", _REF),
+    Check("values.provenance", 2, "Each element written is one of its source, once.", runs=_OUT),
+    Check("values.native-round-trip", 2, "Export then import keeps every bit.", after=_PINNED),
     Check(
         "values.hf-round-trip",
         2,
-        "Import of bf16 files then export gives back every bit.",
-        after=(
-            *_RUNS,
-            "values.pinned-export",
-            "values.pinned-import",
-            "values.provenance",
-            "values.native-round-trip",
-        ),
+        "Import of bf16 files then export keeps every bit.",
+        after=(*_PINNED, "values.native-round-trip"),
     ),
-    Check("values.tied", 2, "A tied pair stays tied, and only the declared pair.", after=_RUNS),
+    Check("values.tied", 2, "A declared pair stays tied."),
+    Check("values.load", 2, "A load in place fills every element of a NaN-filled model."),
+    Check("values.dtensor", 2, "DTensors convert as plain tensors do."),
+    Check("purity.input-unchanged", 2, "The caller's dict and tensors are left alone."),
+    Check("purity.stateless", 2, "Nothing leaks between directions and instances."),
+    Check("purity.repeat", 2, "The second call gives what a first call gives."),
+    Check("purity.order", 2, "The order of the dict does not matter."),
+    Check("purity.aliasing", 2, "No two outputs share an element."),
+    Check("purity.contiguous-when-saved", 2, "A saved output holds its own bytes.", runs=_OUT),
+    Check("files.index", 3, "Index, headers and keys agree; every file opens.", (), ()),
     Check(
-        "values.load",
-        2,
-        "The trainer's load fills every element of a NaN-filled model.",
-        after=_RUNS,
+        "files.reread", 3, "What was written is read back bit for bit.", (), (), ("files.index",)
     ),
-    Check("values.dtensor", 2, "DTensors convert as plain tensors do.", after=_RUNS),
-    Check(
-        "purity.input-unchanged", 2, "The caller's dict and tensors are left alone.", after=_RUNS
-    ),
-    Check("purity.stateless", 2, "Nothing leaks between directions and instances.", after=_RUNS),
-    Check("purity.repeat", 2, "The second call gives what a first call gives.", after=_RUNS),
-    Check("purity.order", 2, "The order of the dict does not matter.", after=_RUNS),
-    Check("purity.aliasing", 2, "No two outputs share an element.", after=_RUNS),
-    Check(
-        "purity.contiguous-when-saved",
-        2,
-        "A saved output holds its bytes in order, no more.",
-        after=_RUNS,
-    ),
-    Check("files.index", 3, "Index, file headers and keys agree; every file opens.", (), ()),
-    Check("files.reread", 3, "What was written is read back bit for bit.", (), ("files.index",)),
-    Check(
-        "files.reexport",
-        3,
-        "A second export into the same folder leaves nothing stale.",
-        (),
-        ("files.index",),
-    ),
-    Check("files.reader", 3, "The adapter's own reader reads what was exported.", after=_RUNS),
-    Check("files.quantized", 3, "The quantized reader dequantizes or refuses.", after=_RUNS),
+    Check("files.reexport", 3, "A second export leaves nothing stale.", (), (), ("files.index",)),
+    Check("files.reader", 3, "The adapter's own reader reads plain files.", runs=_OUT),
+    Check("files.quantized", 3, "The quantized reader dequantizes or refuses.", runs=_OUT),
     Check(
         "forward.logits",
         4,
         "Another implementation computes the same logits.",
-        (_A, _N, "forward"),
-        _RUNS,
+        ("adapter", "native", "forward"),
     ),
 )
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from conformance.contract import CONTRACT, VERSION, Check, known, select
+from conformance.contract import BY_ID, CONTRACT, RUNS, VERSION, Check, known, select
 from conformance.lab import MAX_ELEMENTS, AdapterRaised, Lab, NotApplicable
 from conformance.subject import Subject
 from conformance.verdict import Cell, Finding, Report, Verdict
@@ -60,7 +60,7 @@ def check(
         known(subject.expect, f"expect of subject {subject.name}")
         if degrees:
             subject = replace(subject, degrees=tuple(degrees))
-        bench = Bench(subject, seed=seed, max_elements=max_elements)
+        bench = Bench(subject, seed=seed, max_elements=max_elements, without=without)
         for clause in chosen:
             with one_thread():
                 cell = bench.run(clause)
@@ -90,9 +90,15 @@ class Bench:
     """One subject's lab and the verdicts so far; parents of a check are run when asked for."""
 
     def __init__(
-        self, subject: Subject, *, seed: int = SEED, max_elements: int = MAX_ELEMENTS
+        self,
+        subject: Subject,
+        *,
+        seed: int = SEED,
+        max_elements: int = MAX_ELEMENTS,
+        without: Sequence[str] = (),
     ) -> None:
         self.subject = subject
+        self.without = frozenset(without)
         self.lab = Lab(subject, seed=seed, max_elements=max_elements)
         self.cells: dict[str, Cell] = {}
 
@@ -107,12 +113,9 @@ class Bench:
         missing = self._missing(clause)
         if missing:
             return self._cell(clause, "n/a", reason=missing)
-        from conformance.contract import BY_ID
-
-        for parent in clause.after:
-            cell = self.run(BY_ID[parent])
-            if cell.verdict in ("fail", "xfail", "error", "blocked"):
-                return self._cell(clause, "blocked", reason=f"by {parent}")
+        blocker = self._blocker(clause)
+        if blocker:
+            return self._cell(clause, "blocked", reason=f"by {blocker}")
         try:
             findings = tuple(self._findings(clause))
         except NotApplicable as missing_input:
@@ -135,6 +138,23 @@ class Bench:
             if not findings:
                 reason = f"expected to fail and does not: {reason}"
         return self._cell(clause, verdict, reason=reason, findings=findings, begin=begin)
+
+    def _blocker(self, clause: Check) -> str:
+        """The check whose failure makes this one meaningless, or an empty string."""
+        for direction in clause.runs:
+            try:
+                _ = self.lab.export if direction == "to_hf" else self.lab.imported
+            except AdapterRaised:
+                return RUNS[direction]
+        for parent in clause.after:
+            if parent not in self.without and self.run(BY_ID[parent]).verdict in (
+                "fail",
+                "xfail",
+                "error",
+                "blocked",
+            ):
+                return parent
+        return ""
 
     def _missing(self, clause: Check) -> str:
         for need in clause.needs:

@@ -111,18 +111,33 @@ class Positions:
     def __init__(self, leaves: Mapping[str, Leaf], tied: Mapping[str, str] | None = None) -> None:
         self.leaves = dict(leaves)
         tied = {k: v for k, v in (tied or {}).items() if k in leaves and v in leaves}
-        self.keys = [key for key in self.leaves if key not in tied]
+        # Kinds of one code after another, so that a kind's own numbers are global ones less a
+        # constant: eleven booleans then need four passes, whatever else the model holds.
+        kinds = {_kind(leaf.dtype): None for leaf in self.leaves.values()}
+        self.keys = [
+            key
+            for kind in kinds
+            for key, leaf in self.leaves.items()
+            if key not in tied and _kind(leaf.dtype) == kind
+        ]
         self.bases: list[int] = []
+        self._spaces: dict[str, tuple[int, int]] = {}
         total = 1
         for key in self.keys:
+            leaf = self.leaves[key]
+            first, size = self._spaces.get(_kind(leaf.dtype), (total - 1, 0))
+            self._spaces[_kind(leaf.dtype)] = (first, size + leaf.numel)
             self.bases.append(total)
-            total += self.leaves[key].numel
+            total += leaf.numel
         self.total = total
         self._base = dict(zip(self.keys, self.bases, strict=True))
         self._base.update({alias: self._base[source] for alias, source in tied.items()})
         self._tied = tied
-        self.bits = min((_NARROW.get(x.dtype, _WIDE) for x in leaves.values()), default=_WIDE)
-        self.passes = max(1, -(-(total - 1).bit_length() // self.bits))
+        self.passes = max(
+            (-(-size.bit_length() // _bits(kind)) for kind, (_, size) in self._spaces.items()),
+            default=1,
+        )
+        self.passes = max(1, self.passes)
 
     def source(self, key: str) -> str:
         """The key whose numbers `key` holds: itself, unless it is tied."""
@@ -137,23 +152,28 @@ class Positions:
         base, leaf = self._base[key], self.leaves[key]
         return torch.arange(base, base + leaf.numel, dtype=torch.int64).reshape(leaf.shape)
 
-    def state(self, which: int, dtypes: Mapping[str, str] | None = None) -> State:
+    def state(self, which: int) -> State:
         """Pass `which`: the state dict whose values are that digit of each element's number."""
-        shift, mask = which * self.bits, (1 << self.bits) - 1
-        return {
-            key: _encode((self.numbers(key) >> shift) & mask, (dtypes or {}).get(key, leaf.dtype))
-            for key, leaf in self.leaves.items()
-        }
+        out: State = {}
+        for key, leaf in self.leaves.items():
+            kind = _kind(leaf.dtype)
+            digit = (self.numbers(key) - self._spaces[kind][0]) >> (which * _bits(kind))
+            out[key] = _encode(digit & ((1 << _bits(kind)) - 1), leaf.dtype)
+        return out
 
     def decode(self, digits: list[torch.Tensor]) -> torch.Tensor:
         """Numbers of the elements of one result, from its values in all passes; 0 is unknown."""
+        kind = _kind(str(digits[0].dtype).removeprefix("torch."))
+        first, size = self._spaces.get(kind, (0, 0))
+        width = _bits(kind)
         number = torch.zeros(digits[0].shape, dtype=torch.int64)
         known = torch.ones(digits[0].shape, dtype=torch.bool)
         for which, value in enumerate(digits):
-            digit, valid = _decode(value, 1 << self.bits)
-            number |= digit << (which * self.bits)
+            digit, valid = _decode(value, 1 << width)
+            if which * width < 62:
+                number |= digit << (which * width)
             known &= valid
-        return torch.where(known & (number < self.total), number, 0)
+        return torch.where(known & (number > 0) & (number <= size), number + first, 0)
 
     def place(self, number: int) -> Place | None:
         """The key and coordinate of a number; None for an element from nowhere."""
@@ -175,6 +195,22 @@ class Positions:
             return set()
         index = torch.bucketize(known, torch.tensor(self.bases), right=True) - 1
         return {self.keys[i] for i in torch.unique(index).tolist()}
+
+
+def code_of(dtype: str) -> str:
+    """Dtypes of one code decode alike: floats, wide integers, and each narrow dtype."""
+    if dtype in _NARROW:
+        return dtype
+    return "float" if torch_dtype(dtype).is_floating_point else "integer"
+
+
+def _kind(dtype: str) -> str:
+    """Dtypes that share a code, and so a space of numbers."""
+    return dtype if dtype in _NARROW else "wide"
+
+
+def _bits(kind: str) -> int:
+    return _NARROW.get(kind, _WIDE)
 
 
 def _encode(digit: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -44,16 +44,24 @@ def _variants(lab: Lab) -> Iterator[tuple[str, Mapping[str, Leaf]]]:
     bf16 = {k: cast(leaf, "bfloat16") for k, leaf in lab.native.items()}
     if bf16 != lab.native:
         yield "a bf16 model", bf16
-    # Whole templates are pinned, so that no stack mixes dtypes.
-    pinned = set(sorted({template_of(k) for k in lab.native})[::3])
+    # Whole templates are pinned, so that no stack mixes dtypes. The masks tell any two templates
+    # apart, so a tensor that takes its dtype from another one shows.
+    templates = sorted({template_of(k) for k in lab.native})
     joined = {s for sources in lab.export.sources.values() if len(sources) > 1 for s in sources}
-    yield (
-        "a bf16 model with some tensors pinned to fp32",
-        {
-            k: cast(leaf, "float32" if template_of(k) in pinned and k not in joined else "bfloat16")
-            for k, leaf in lab.native.items()
-        },
-    )
+    masks = range(2 if len(lab.export.leaves) > 5000 else max(1, len(templates).bit_length()))
+    for mask in masks:
+        for flip in (False, True):
+            pinned = {t for i, t in enumerate(templates) if bool(i >> mask & 1) != flip}
+            yield (
+                "a bf16 model with some tensors pinned to fp32",
+                {
+                    k: cast(
+                        leaf,
+                        "float32" if template_of(k) in pinned and k not in joined else "bfloat16",
+                    )
+                    for k, leaf in lab.native.items()
+                },
+            )
 
 
 def _declared(lab: Lab, key: str) -> str | None:

@@ -178,7 +178,8 @@ def _same(
             wrong[key] = (f"shape {tuple(value.shape)}", f"shape {tuple(full.shape)}")
         elif not same_bits(full, value):
             wrong[key] = ("the value of the plain tensor", "another value")
-    wrong.update({k: ("no such key", "a new key") for k in out if k not in plain})
+    new = [k for k, v in out.items() if k not in plain and isinstance(v, torch.Tensor)]
+    wrong.update(dict.fromkeys(new, ("no such key", "a new key")))
     for (expected, actual), keys in by_words(wrong):
         yield Finding(
             what=f"{direction} gives {count(len(keys), 'DTensor')} otherwise ({name})",

@@ -34,10 +34,8 @@ class Args:
     """Seed of all values; the report prints it."""
     max_elements: int = 48_000_000
     """Check values on at most this many elements; larger models are checked on some layers."""
-    json: bool = False
-    """Print the report as JSON on stdout."""
-    json_file: Path | None = None
-    """Write the report as JSON."""
+    json: Path | None = None
+    """Write the report as JSON; `-` prints it instead of the text."""
     junit: Path | None = None
     """Write the report as JUnit XML."""
     html: Path | None = None
@@ -70,16 +68,14 @@ def run(args: Args) -> int:
         seed=args.seed,
         max_elements=args.max_elements,
         progress=_progress if sys.stderr.isatty() else None,
-        **({"degrees": args.degrees} if args.degrees else {}),
+        degrees=args.degrees,
     )
     _write(args, report)
-    print(
-        report_json.render(report)
-        if args.json
-        else report_text.render(report, verbose=args.verbose)
-    )
+    as_json = args.json is not None and str(args.json) == "-"
+    text = report_text.render(report, verbose=args.verbose)
+    print(report_json.render(report) if as_json else text)
     if report_github.active():
-        print(report_github.annotations(report), file=sys.stderr if args.json else sys.stdout)
+        print(report_github.annotations(report), file=sys.stderr if as_json else sys.stdout)
         report_github.write_summary(report)
     return report.exit_code
 
@@ -89,12 +85,12 @@ def _write(args: Args, report: Report) -> None:
     from torchtitan_ckpt.errors import ConfigError, Problem
 
     for path, module in (
-        (args.json_file, report_json),
+        (args.json, report_json),
         (args.junit, report_junit),
         (args.html, report_html),
         (args.markdown, report_markdown),
     ):
-        if path is None:
+        if path is None or str(path) == "-":
             continue
         try:
             path.write_text(module.render(report), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""The verbs `check` and `checks`: options, exit codes, files, words on stdout and stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conformance.contract import CONTRACT, VERSION
+from tests.specimens import right
+from tests.specimens.edits import drop, edited
+from tests.specimens.specimen import BLIND
+from torchtitan_ckpt.cli import main
+
+GOOD = right.subject("good", **BLIND)
+BAD = right.subject("bad", edited(before_export=drop("hash")), **BLIND)
+EMPTY = right.subject("empty", **BLIND)
+HERE = "tests.gate.test_cli"
+
+
+def test_clean_is_0_and_findings_are_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:GOOD", "--check", "keys.total"]) == 0
+    assert "1 cell (1 subject x 1 check, cpu): 1 pass" in capsys.readouterr().out
+    assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--check", "keys.layers"]) == 1
+    out = capsys.readouterr().out
+    assert "to_hf dropped 1 of 108 native tensors" in out
+    assert "2 cells" in out
+
+
+def test_usage_errors_are_2_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:GOOD", "--check", "keys.totel"]) == 2
+    captured = capsys.readouterr()
+    assert "did you mean keys.total?" in captured.err
+    assert captured.out == ""
+    assert main(["check"]) == 2
+
+
+def test_nothing_checked_is_5(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:GOOD", "--check", "forward.*"]) == 5
+    assert "nothing was checked" in capsys.readouterr().out
+
+
+def test_reports_are_written_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"--json": "r.json", "--junit": "r.xml", "--html": "r.html", "--markdown": "r.md"}
+    options = [part for k, v in names.items() for part in (k, str(tmp_path / v))]
+    assert main(["check", f"{HERE}:BAD", "--check", "keys.total", *options]) == 1
+    assert {p.name for p in tmp_path.iterdir()} == set(names.values())
+    assert json.loads((tmp_path / "r.json").read_text())["exit_code"] == 1
+    capsys.readouterr()
+    assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--json=-"]) == 1
+    assert json.loads(capsys.readouterr().out)["counts"]["fail"] == 1
+    gone = str(tmp_path / "no" / "r.html")
+    assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--html", gone]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_github_gets_annotations_and_a_summary_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    assert main(["check", f"{HERE}:BAD", "--check", "keys.total"]) == 1
+    assert "::error title=bad%3A%3Akeys.total::" in capsys.readouterr().out
+    assert "keys.total" in (tmp_path / "summary.md").read_text()
+
+
+def test_checks_lists_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checks"]) == 0
+    out = capsys.readouterr().out
+    assert all(check.id in out and check.why in out for check in CONTRACT)
+    assert f"{len(CONTRACT)} checks, contract {VERSION}" in out
+    assert main(["checks", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [c["id"] for c in listed["checks"]] == [c.id for c in CONTRACT]
+
+
+def test_a_folder_is_a_subject(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert main(["check", str(tmp_path)]) == 0
+    save_file({"a.weight": torch.ones(2)}, tmp_path / "other.safetensors")
+    assert main(["check", str(tmp_path)]) == 1
+    assert "2 files and no index" in capsys.readouterr().out

@@ -1,0 +1,215 @@
+"""`check()`: verdicts, expectations, missing inputs, usage errors, nothing that disappears."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from conformance import Capabilities, Subject, check
+from conformance.contract import BY_ID, CONTRACT, LEVELS, RUNS, select
+from tests.specimens import right
+from tests.specimens.edits import drop, edited, rename
+from tests.specimens.right import Right, State
+from tests.specimens.specimen import BLIND
+from torchtitan_ckpt.errors import ConfigError, NotFoundError
+
+DROPS = edited(before_export=drop(r"moe\.w2$"))
+
+
+def test_the_contract_is_consistent() -> None:
+    assert len(BY_ID) == len(CONTRACT)
+    order = [c.id for c in CONTRACT]
+    for clause in CONTRACT:
+        assert set(clause.after) <= set(BY_ID)
+        assert all(order.index(parent) < order.index(clause.id) for parent in clause.after)
+        assert clause.level in LEVELS
+        assert clause.why.endswith(".")
+        assert len(clause.why) <= 72
+    assert set(RUNS.values()) <= set(BY_ID)
+    assert sorted(CONTRACT, key=lambda c: c.level) == list(CONTRACT)
+
+
+def test_an_expected_finding_is_an_xfail_with_its_reason() -> None:
+    subject = right.subject("drops", DROPS, expect={"keys.total": "issue 7"}, **BLIND)
+    report = check(subject, checks=["keys.total"])
+    cell = report.cell("keys.total")
+    assert (cell.verdict, cell.reason, report.exit_code) == ("xfail", "issue 7", 0)
+    assert cell.findings
+    assert "issue 7" in report.text()
+
+
+def test_an_expected_finding_that_no_longer_happens_fails() -> None:
+    report = check(right.subject(expect={"keys.total": "issue 7"}, **BLIND), checks=["keys.total"])
+    assert report.cell("keys.total").verdict == "xpass"
+    assert report.exit_code == 1
+    assert "expected to fail and does not: issue 7" in report.text()
+
+
+def test_unknown_ids_are_errors_with_the_nearest_id() -> None:
+    with pytest.raises(ConfigError, match=r"keys\.total"):
+        check(right.subject(expect={"keys.totl": "?"}, **BLIND))
+    with pytest.raises(ConfigError, match="matches 'valves"):
+        check(right.subject(**BLIND), checks=["valves.*"])
+    with pytest.raises(ConfigError, match="one name"):
+        check([right.subject(**BLIND), right.subject(**BLIND)], checks=["keys.total"])
+
+
+def test_what_a_subject_does_not_supply_is_counted_and_said() -> None:
+    report = check(Subject("bare", adapter=Right, native=right.native()), level=1)
+    missing = {c.check: c.reason for c in report.cells if c.verdict == "n/a"}
+    assert missing["keys.exact"] == "the subject supplies no HF key list and no reference"
+    assert set(missing) >= {"keys.exact", "shapes.exact", "keys.hf-only"}
+    assert "no HF key list" in report.text()
+    assert len(report.cells) == len(select(level=1))
+
+
+def test_nothing_checked_is_exit_code_5() -> None:
+    report = check(Subject("empty"))
+    assert report.exit_code == 5
+    assert {c.verdict for c in report.cells} == {"n/a"}
+    assert "nothing was checked: that is not a pass" in report.text()
+
+
+def test_an_adapter_that_raises_is_told_once() -> None:
+    class Raises(Right):
+        def to_hf(self, state_dict: State) -> State:
+            raise ZeroDivisionError("by design")
+
+    report = check(right.subject("raises", Raises, **BLIND), level=2)
+    assert report.cell("keys.leaves").verdict == "fail"
+    assert "to_hf raised ZeroDivisionError: by design at test_engine.py:" in report.text()
+    assert [c.check for c in report.cells if c.bad] == ["keys.leaves"]
+    assert {c.reason for c in report.cells if c.verdict == "blocked"} == {"by keys.leaves"}
+
+
+def test_an_import_that_raises_leaves_the_checks_of_export_running() -> None:
+    class Raises(Right):
+        def from_hf(self, hf_state_dict: State) -> State:
+            raise BaseException("torch's CheckpointException is one of these")
+
+    report = check(right.subject("raises", Raises), level=2)
+    assert [c.check for c in report.cells if c.bad] == ["keys.import"]
+    assert report.cell("values.pinned-export").verdict == "pass"
+    assert report.cell("values.pinned-import").reason == "by keys.import"
+
+
+def test_a_fault_of_the_gate_is_an_error_not_a_finding_of_the_subject(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import conformance.checks.keys as keys
+
+    def broken(lab: Any) -> Any:
+        raise ValueError("ours")
+
+    monkeypatch.setattr(keys, "total", broken)
+    report = check(right.subject(**BLIND), checks=["keys.total"])
+    cell = report.cell("keys.total")
+    assert cell.verdict == "error"
+    assert "the gate failed" in cell.findings[0].what
+    assert report.exit_code == 1
+
+
+def test_all_findings_are_reported_and_grouped() -> None:
+    out = edited(drop("lm_head"), before_export=drop(r"moe\.w2$"))
+    report = check(right.subject("two", out, **BLIND), checks=["keys.total"])
+    (finding,) = report.findings
+    assert finding.what == "to_hf dropped 3 of 108 native tensors"
+    assert "layers.{1,11}.moe.w2" in report.text()
+
+
+@pytest.mark.parametrize(
+    "native",
+    [
+        lambda: {
+            k: torch.zeros(s, dtype=getattr(torch, d), device="meta")
+            for k, (s, d) in right.native().items()
+        },
+        lambda: right.native,
+        lambda: right.native(),
+    ],
+    ids=["state-dict", "factory", "pairs"],
+)
+def test_native_is_taken_in_several_forms(native: Any) -> None:
+    assert check(Subject("n", adapter=Right, native=native()), checks=["keys.total"]).ok
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tmp: list(right.files()),
+        lambda tmp: right.files(),
+        lambda tmp: {"weight_map": dict.fromkeys(right.files(), "model.safetensors")},
+        lambda tmp: _index(tmp),
+    ],
+    ids=["keys", "pairs", "index", "index-file"],
+)
+def test_hf_is_taken_in_several_forms(make: Any, tmp_path: Any) -> None:
+    hf = make(tmp_path)
+    misnamed = edited(rename("lm_head", "head"), before_import=rename("^head", "lm_head"))
+    assert check(Subject("h", Right, right.native(), hf), checks=["keys.exact"]).ok
+    report = check(Subject("h", misnamed, right.native(), hf), checks=["keys.exact"])
+    assert [f.keys for f in report.findings] == [("lm_head.weight",), ("head.weight",)]
+
+
+def _index(folder: Any) -> str:
+    import json
+
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": dict.fromkeys(right.files(), "m.safetensors")}))
+    return str(path)
+
+
+def test_calls_can_be_wrapped_for_adapters_that_want_more_arguments() -> None:
+    class Wants(Right):
+        def to_hf(self, state_dict: State, *, device_mesh: Any) -> State:  # type: ignore[override]
+            return super().to_hf(state_dict)
+
+    subject = right.subject(
+        "wants", Wants, to_hf=lambda a, s: a.to_hf(s, device_mesh=None), **BLIND
+    )
+    assert check(subject, level=1).ok
+
+
+def test_a_model_too_large_for_values_is_checked_on_some_layers_and_says_so() -> None:
+    report = check(right.subject(**BLIND), max_elements=4000, level=2)
+    assert report.ok, report.text()
+    assert any("values are checked on layers.0" in note for note in report.notes)
+    tiny = check(right.subject(**BLIND), max_elements=100, level=2)
+    assert "values are checked on up to 0M" in tiny.cell("values.provenance").reason
+    assert tiny.cell("keys.total").verdict == "pass"
+
+
+def test_subjects_are_found_by_name() -> None:
+    assert check("tests.gate.test_engine:SUBJECT", checks=["keys.total"]).ok
+    for name, words in (
+        ("tests.gate.test_engine:SUBJET", "did you mean SUBJECT"),
+        ("no.such.module:X", "cannot be imported"),
+        ("qwen", "did you mean qwen3"),
+    ):
+        with pytest.raises(NotFoundError, match=words):
+            check(name)
+    with pytest.raises(ConfigError, match="not a Subject"):
+        check("tests.gate.test_engine:DROPS.__name__")
+
+
+SUBJECT = right.subject("by-name", **BLIND)
+
+
+def test_importing_the_package_or_listing_the_contract_imports_no_torch() -> None:
+    code = (
+        "import sys, conformance, conformance.contract, conformance.plugin;"
+        "from conformance import Subject, Finding, Report, Capabilities;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_capabilities_are_frozen_and_default_to_nothing() -> None:
+    empty = Capabilities()
+    assert not any((empty.native_only, empty.hf_only, empty.lossy, empty.tied, empty.dtypes))
+    with pytest.raises(AttributeError):
+        empty.partial = False  # type: ignore[misc]

@@ -1,0 +1,99 @@
+"""The pytest plugin in a project that is not ours: no conftest, -k, junit, xdist, collection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+THIRD_PARTY = """
+from conformance import Subject, parametrize
+from tests.specimens import right
+from tests.specimens.edits import drop, edited
+
+SUBJECTS = [
+    Subject("good", adapter=right.Right, native=right.native()),
+    Subject("bad", adapter=edited(before_export=drop("hash")), native=right.native(),
+            expect={"keys.exact": "unused here"}),
+]
+
+@parametrize(SUBJECTS, checks=["keys.total", "keys.exact", "shapes.*"])
+def test_contract(cell):
+    cell()
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makepyfile(test_mine=THIRD_PARTY)
+    return pytester
+
+
+def run(project: pytest.Pytester, *args: str) -> pytest.RunResult:
+    return project.runpytest_subprocess("-p", "no:cacheprovider", "-rs", *args)
+
+
+def test_cells_are_tests_of_the_third_partys_own_file(project: pytest.Pytester) -> None:
+    result = run(project, "-v", "--junitxml=out.xml")
+    result.assert_outcomes(passed=3, failed=1, skipped=4)
+    result.stdout.fnmatch_lines(
+        [
+            "*::test_contract?good::keys.total? PASSED*",
+            "*::test_contract?bad::keys.total? FAILED*",
+            "*to_hf dropped 1 of 108 native tensors*",
+            "*hash.table*",
+            "*again  torchtitan-ckpt check bad --check keys.total*",
+            "SKIPPED*n/a: the subject supplies no HF key list and no reference*",
+        ]
+    )
+    cases = ElementTree.parse(project.path / "out.xml").getroot().iter("testcase")
+    assert "test_contract[good::keys.total]" in {case.get("name") for case in cases}
+
+
+def test_k_selects_by_check_and_subject(project: pytest.Pytester) -> None:
+    run(project, "-k", "good and total").assert_outcomes(passed=1, deselected=7)
+
+
+def test_workers_share_nothing_and_agree(project: pytest.Pytester) -> None:
+    run(project, "-n", "2").assert_outcomes(passed=3, failed=1, skipped=4)
+
+
+def test_the_suite_runs_on_a_subject_named_on_the_command_line(project: pytest.Pytester) -> None:
+    result = run(
+        project,
+        "--pyargs",
+        "conformance",
+        "--ckpt-subject",
+        "tests.gate.test_engine:SUBJECT",
+        "--ckpt-check",
+        "keys.total",
+        "--ckpt-check",
+        "shapes.native",
+        "-v",
+    )
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*?tests.gate.test_engine:SUBJECT::keys.total?*PASSED*"])
+
+
+def test_unknown_subjects_and_globs_are_told_in_words(project: pytest.Pytester) -> None:
+    result = run(
+        project, "--pyargs", "conformance", "--ckpt-subject", "qwen", "--ckpt-check", "keys.total"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*no subject is called 'qwen'*"])
+    result = run(project, "--pyargs", "conformance", "--ckpt-subject", "x", "--ckpt-check", "kez")
+    assert result.ret == pytest.ExitCode.INTERRUPTED or result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["*matches 'kez'*"])
+
+
+def test_collecting_an_unrelated_project_imports_no_torch(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import sys\ndef test_light():\n    assert 'torch' not in sys.modules\n"
+        "    assert 'conformance.plugin' in sys.modules\n"
+    )
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)

@@ -1,0 +1,202 @@
+"""The words of the reports are output: held by snapshots, and well formed for their readers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance import Cell, Finding, Report
+from conformance import report_github as github
+from conformance import report_html as html
+from conformance import report_json as as_json
+from conformance import report_junit as junit
+from conformance import report_markdown as markdown
+
+FOUND = Finding(
+    what="to_hf dropped 5 of 75 native tensors",
+    keys=(*(f"layers.{i}.moe.w1" for i in range(4)), "norm.weight"),
+    coordinate="[0, 1]",
+    expected="75 tensors",
+    actual="70 tensors <b>&</b> | more",
+    cause="no rule matches; nearest: layers.{}.moe.w1_EFD (renamed?)",
+    remedy="update the rule",
+    oracle="a list",
+    again="torchtitan-ckpt check m:S --check keys.total",
+    check="keys.total",
+    subject="one",
+)
+
+
+def cell(subject: str, check: str, verdict: str, reason: str = "", *found: Finding) -> Cell:
+    return Cell(
+        subject=subject,
+        check=check,
+        verdict=verdict,
+        reason=reason,  # type: ignore[arg-type]
+        findings=found,
+        seconds=0.5,
+    )
+
+
+REPORT = Report(
+    cells=(
+        cell("one", "keys.leaves", "pass"),
+        cell("one", "keys.total", "fail", "", FOUND),
+        cell("one", "values.load", "blocked", "by keys.leaves"),
+        cell("two", "keys.leaves", "xfail", "issue 7", FOUND),
+        cell("two", "keys.total", "xpass", "expected to fail and does not: issue 8"),
+        cell("two", "values.load", "n/a", "the subject has no adapter"),
+    ),
+    seed=7,
+    contract="2026.12",
+    versions={"python": "3.11.7", "torch": "2.13.0"},
+    notes=("one: values are checked on layers.0",),
+)
+
+TEXT = """\
+FAIL keys.total       one                    to_hf dropped 5 of 75 native tensors
+     layers.{0..3}.moe.w1   (4)
+     norm.weight
+     at     [0, 1]
+     want   75 tensors
+     have   70 tensors <b>&</b> | more
+     by     a list
+     no rule matches; nearest: layers.{}.moe.w1_EFD (renamed?)
+     fix    update the rule
+     again  torchtitan-ckpt check m:S --check keys.total
+XPASS keys.total      two  expected to fail and does not: issue 8
+     fix    remove it from `expect`
+xfail   two  keys.leaves: issue 7
+n/a     two  values.load: the subject has no adapter
+blocked one  values.load: by keys.leaves
+note one: values are checked on layers.0
+6 cells (2 subjects x 3 checks, cpu): 1 pass · 1 fail · 1 xfail · 1 xpass · 1 n/a · 1 blocked
+contract 2026.12 · seed 7 · python 3.11.7 torch 2.13.0"""
+
+
+def test_the_text_is_as_reviewed() -> None:
+    assert REPORT.text() == TEXT
+    assert REPORT.exit_code == 1
+    assert max(len(line) for line in TEXT.splitlines()) <= 100
+
+
+def test_json_holds_every_cell_and_finding() -> None:
+    content = json.loads(as_json.render(REPORT))
+    assert (content["schema"], content["seed"], content["exit_code"]) == (1, 7, 1)
+    assert [c["id"] for c in content["cells"]][:2] == ["one::keys.leaves", "one::keys.total"]
+    assert content["cells"][1]["findings"][0]["keys"] == list(FOUND.keys)
+    assert sum(content["counts"].values()) == len(REPORT.cells)
+
+
+def test_junit_counts_and_texts() -> None:
+    root = ElementTree.fromstring(junit.render(REPORT))
+    one, two = root.findall("testsuite")
+    assert (one.get("tests"), one.get("failures"), one.get("skipped")) == ("3", "1", "1")
+    assert (two.get("failures"), two.get("skipped")) == ("1", "2")
+    failure = one.find("testcase[@name='keys.total']/failure")
+    assert failure is not None
+    assert "layers.{0..3}.moe.w1" in (failure.text or "")
+    dirty = Report(
+        cells=(cell("s", "keys.total", "n/a", "bad \x1b[31m byte"),), seed=1, contract="2026.12"
+    )
+    ElementTree.fromstring(junit.render(dirty))
+
+
+def test_markdown_table_and_escapes() -> None:
+    text = markdown.render(REPORT)
+    assert "| keys.total | ❌ fail | ❗ xpass |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {row.replace("\\|", "").count("|") for row in rows} == {4}
+
+
+def test_github_annotations_and_step_summary(tmp_path: Path) -> None:
+    lines = github.annotations(REPORT).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("::error title=one%3A%3Akeys.total::to_hf dropped 5 of 75")
+    assert "%0A" in lines[0]
+    path = tmp_path / "summary.md"
+    environment = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(path)}
+    assert github.active(environment)
+    assert not github.active({"CI": "true"})
+    assert github.write_summary(REPORT, environment) == str(path)
+    assert "keys.total" in path.read_text()
+    assert github.write_summary(REPORT, {"X": ""}) == ""
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.links += [v for k, v in attrs if k == "href" and v]
+        self.ids += [v for k, v in attrs if k == "id" and v]
+        self.outside += [v for k, v in attrs if k in ("src", "href") and v and "://" in v]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        assert "onclick" not in named
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_one_file_whose_links_lead_somewhere() -> None:
+    text = html.render(REPORT)
+    page = Links()
+    page.feed(text)
+    assert page.open == []
+    assert page.outside == []
+    assert "<script" not in text
+    assert page.links
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids)
+    assert "&lt;b&gt;&amp;&lt;/b&gt;" in text
+    assert "<b>" not in text
+    assert "@media print" in text
+
+
+def test_html_in_a_browser_and_on_paper(tmp_path: Path) -> None:
+    browser = next(
+        (
+            p
+            for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))
+            if p
+        ),
+        None,
+    )
+    if browser is None:
+        pytest.skip("not run: no Chromium is installed")
+    page = tmp_path / "report.html"
+    page.write_text(html.render(REPORT))
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "keys.total" in done.stdout
+    subprocess.run(
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--print-to-pdf={tmp_path / 'report.pdf'}",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
