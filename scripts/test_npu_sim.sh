@@ -15,6 +15,8 @@ command -v "${CXX:-g++}" > /dev/null || not_run "there is no g++"
 if ! log=$(bash scripts/setup_npu_sim.sh 2>&1); then
     not_run "no environment with torch_npu ($(tail -n 1 <<< "$log"))"
 fi
+# The launcher needs no NPU; torch_npu would be loaded with torch and fail outside the simulator.
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 # The launcher's own look: the version pair fits, the library compiles.
 if ! reason=$(.venv-npu/bin/python -m conformance.ascend_sim --why-not); then
     not_run "${reason:-the launcher does not start}"

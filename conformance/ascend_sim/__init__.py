@@ -9,6 +9,6 @@ torch_npu lives in an environment of its own, because beside torch and without C
 simulated CANN)": kernels, rounding, timing and drivers are not Ascend's.
 """
 
-from conformance.ascend_sim.launcher import Simulator, environment, find, run, why_not
+from conformance.ascend_sim.launcher import Simulator, again, environment, find, run, why_not
 
-__all__ = ["Simulator", "environment", "find", "run", "why_not"]
+__all__ = ["Simulator", "again", "environment", "find", "run", "why_not"]

@@ -143,6 +143,19 @@ def run(
     return subprocess.run(command, env=env, timeout=timeout, check=False).returncode
 
 
+def again(module: str, argv: Sequence[str], flag: str, *, lazy: bool = False) -> int:
+    """Run `python -m module argv...` on the simulated device, where `flag npu-sim` says `npu`.
+
+    For command lines that offer the simulated device as a choice of their own:
+    `again("torchtitan_ckpt", ["check", "qwen3", "--device", "npu-sim"], "--device")`.
+    """
+    words = [f"{flag}=npu" if word == f"{flag}=npu-sim" else word for word in argv]
+    for at, word in enumerate(words[:-1]):
+        if word == flag and words[at + 1] == "npu-sim":
+            words[at + 1] = "npu"
+    return run(["python", "-m", module, *words], lazy=lazy)
+
+
 def _versions(python: str) -> dict[str, str | None]:
     try:
         answer = subprocess.run(

@@ -37,6 +37,13 @@ def _all_collectives(dtype: torch.dtype) -> None:
     out = torch.empty(5 * world, dtype=dtype, device=where)
     dist.all_gather_into_tensor(out, mine.to(where))
     assert torch.equal(out.cpu(), torch.cat([row(r, 5) for r in range(world)])), "all-gather"
+    x = mine.to(where)
+    dist.reduce(x, dst=1)
+    if rank == 1:
+        assert torch.equal(x.cpu(), sum(row(r, 5) for r in range(world)).to(dtype)), "reduce"
+    part = torch.empty(5, dtype=dtype, device=where)
+    dist.scatter(part, [row(r, 5).to(where) for r in range(world)] if rank == 1 else None, src=1)
+    assert torch.equal(part.cpu(), mine), "scatter"
     whole = row(rank, 3 * world).to(where)
     part = torch.empty(3, dtype=dtype, device=where)
     dist.reduce_scatter_tensor(part, whole)

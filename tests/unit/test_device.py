@@ -367,3 +367,18 @@ def test_the_exit_code_of_the_command_is_handed_on(pythons):
     assert launcher.run(["sh", "-c", "exit 7"]) == 7
     with pytest.raises(ValueError, match="no command"):
         launcher.run([])
+
+
+def test_a_command_line_is_run_again_with_the_device_that_it_finds_there(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen: list[list[str]] = []
+    monkeypatch.setattr(launcher, "run", lambda argv, lazy: seen.append(list(argv)) or 3)
+    assert (
+        launcher.again("m", ["check", "x", "--device", "npu-sim", "--seed", "1"], "--device") == 3
+    )
+    assert launcher.again("m", ["--device=npu-sim", "npu-sim"], "--device") == 3
+    assert seen == [
+        ["python", "-m", "m", "check", "x", "--device", "npu", "--seed", "1"],
+        ["python", "-m", "m", "--device=npu", "npu-sim"],
+    ]
