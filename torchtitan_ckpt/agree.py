@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import Problem, RankError, list_keys
+from torchtitan_ckpt.state.tensors import is_emptied
 
 # Shape, dtype and, for DTensors, mesh shape and placements; objects have none of these.
 Description = tuple[tuple[int, ...], str, str]
@@ -271,10 +272,12 @@ def _differing(text: str, is_tensor: bool, keys: list[str]) -> Problem:
 
 
 def _digest(value: Any) -> bytes | None:
-    """A digest of the value's bits, or None for objects that cannot be compared so."""
+    """A digest of the value's bits, or None for values that cannot be compared so."""
     if isinstance(value, Tensor):
+        if is_emptied(value):
+            return None  # the writer refuses it, by name
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return bytes(xxhash.xxh3_128_digest(memoryview(data.numpy())))
+        return bytes(xxhash.xxh3_128_digest(data.numpy().data))
     spelled = _spelled(value)
     return None if spelled is None else bytes(xxhash.xxh3_128_digest(spelled))
 

@@ -175,10 +175,15 @@ def test_a_rank_that_differs_from_its_stage(pool: RankPool) -> None:
     assert "rank 1 without" in text
 
 
-def fail_while_hashing() -> str:
-    mine: dict[str, Any] = {"w": torch.ones(3)}
-    if dist.get_rank() == 1:
-        mine["w"] = torch.ones(3, device="meta")
+def emptied(how: str) -> str:
+    """A tensor without memory is the writer's to refuse; reading it would end the process."""
+    mine: dict[str, Any] = {"w": torch.ones(3000), "quantized": torch.ones(3)}
+    if how == "meta":
+        mine["w"] = torch.ones(3000, device="meta")
+    elif how == "freed":
+        mine["w"].untyped_storage().resize_(0)
+    elif dist.get_rank() == 1:
+        mine["quantized"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     try:
         agree(mine)
     except Exception as error:
@@ -186,7 +191,12 @@ def fail_while_hashing() -> str:
     return ""
 
 
-def test_a_rank_that_fails_makes_every_rank_fail(pool: RankPool) -> None:
-    first, second = pool.run(fail_while_hashing, 2, timeout=20)
-    assert first
-    assert second
+@pytest.mark.parametrize("how", ["meta", "freed"])
+def test_tensors_without_memory_are_not_read(pool: RankPool, how: str) -> None:
+    assert pool.run(emptied, 2, how, timeout=20) == ["", ""]
+
+
+def test_a_rank_that_cannot_say_makes_every_rank_fail(pool: RankPool) -> None:
+    first, second = pool.run(emptied, 2, "other", timeout=20)
+    assert "quantized" in first
+    assert "quantized" in second
