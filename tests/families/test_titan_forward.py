@@ -3,8 +3,9 @@
 Weights are made by transformers, imported by our table, and the logits of both implementations are
 compared. torchtitan computes experts in bfloat16; the test takes that one rounding out. Its
 FlexAttention compiles for a long time on CPU, so the default run puts a plain attention in its
-place; one slow test a family runs FlexAttention itself. gpt_oss cannot run with its own attention
-here: varlen wants a GPU, and FlexAttention on CPU cannot return the log-sum-exp that sinks need.
+place; a second test a family runs FlexAttention itself (slow but for llama3). gpt_oss cannot run
+with its own attention here: varlen wants a GPU, and FlexAttention on CPU cannot return the
+log-sum-exp that sinks need.
 """
 
 from __future__ import annotations
@@ -199,9 +200,14 @@ def test_strict_load_and_equal_logits(case: str, tmp_path: Path) -> None:
     compare(theirs, model, window(case), vocabulary)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("experts_in_float32")
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"gpt_oss"}))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case != "llama3"))
+        for case in sorted(set(CASES) - {"gpt_oss"})
+    ],
+)
 def test_equal_logits_with_torchtitans_own_attention(case: str, tmp_path: Path) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -118,7 +118,12 @@ def test_each_direction_alone(name: str, generation: str, experts: str) -> None:
     check(name, generation, experts, get(name))
 
 
-@pytest.mark.parametrize("name", names())
+SLOW = ("deepseek_v32", "deepseek_v4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in names()]
+)
 def test_two_names_swapped_are_seen(name: str) -> None:
     """Every pair of neighbouring rows of one shape, swapped natively: the comparison fails."""
     family = get(name)

@@ -216,3 +216,24 @@ def test_what_an_export_leaves_out_is_said() -> None:
     file = adapter.to_hf(values(adapter))
     file["model.layers.2.shared_head.norm.weight"] = torch.randn(20)
     assert adapter.from_hf(file).keys() == values(adapter).keys()
+
+
+def test_quantized_files_load_by_plan_and_through_torchs_loader(tmp_path: Path) -> None:
+    adapter = MappingAdapter(DEEP)
+    want = {k: (v % 17).to(v.dtype) for k, v in values(adapter).items()}
+    file = {k: v.contiguous() for k, v in adapter.to_hf(want).items()}
+    for key in [k for k in file if k.endswith(("experts.7.up_proj.weight", "kv_b_proj.weight"))]:
+        codes = (file[key] / 2).to(torch.float8_e4m3fn)  # halves of 0..16: exact
+        assert torch.equal(codes.float() * 2, file[key])
+        file[key] = codes
+        file[key + "_scale_inv"] = torch.full((1, 1), 2.0)
+    save_file(file, tmp_path / "model.safetensors")
+    got = {k: torch.full_like(v, float("nan")) for k, v in want.items()}
+    load_native(adapter, tmp_path, got, dequantize=True)
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    template = adapter.to_hf({k: torch.zeros_like(v) for k, v in want.items()})
+    del template["model.layers.2.shared_head.norm.weight"]
+    reader = adapter.get_hf_storage_reader(str(tmp_path), from_quantized=True)
+    dcp.load(template, storage_reader=reader, no_dist=True)
+    again = adapter.from_hf(template)
+    assert all(torch.equal(again[key], want[key]) for key in want)
