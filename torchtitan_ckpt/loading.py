@@ -12,20 +12,26 @@ import fsspec
 import torch
 import xxhash
 
-from torchtitan_ckpt import strict
+from torchtitan_ckpt import experts, strict
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import DATALOADER, MODEL, CheckpointConfig
 from torchtitan_ckpt.decision import LoadDecision
 from torchtitan_ckpt.errors import MappingError, Problem, RankError
 from torchtitan_ckpt.formats import dcp, hf
+from torchtitan_ckpt.formats.quantized import detect, logical_manifest
+from torchtitan_ckpt.hf_load import load_native
 from torchtitan_ckpt.job import JobState
-from torchtitan_ckpt.manifest import Manifest
+from torchtitan_ckpt.manifest import Manifest, TensorEntry
 from torchtitan_ckpt.state.model import load_model_state_dict
 
 
 def load_dcp(
-    decision: LoadDecision, job: JobState, config: CheckpointConfig, ranks: Ranks
+    decision: LoadDecision,
+    job: JobState,
+    adapter: StateDictAdapter | None,
+    config: CheckpointConfig,
+    ranks: Ranks,
 ) -> list[str]:
     """Load the decided states from a DCP checkpoint. Returns notes for the log."""
     with ranks.together("reading the metadata"):
@@ -33,8 +39,14 @@ def load_dcp(
     _confirm(f"{decision.path}/.metadata", ranks)
     with ranks.together("planning the load"):
         targets = job.targets(decision.states, manifest)
+        other = None
+        if decision.model_only:
+            other = experts.other_format(adapter, targets, manifest.keys)
+        native = targets
+        if other is not None:
+            targets = other.convert(native)
     fit = strict.compare(
-        targets,
+        {key: strict.spec(value) for key, value in targets.items()},
         manifest,
         (key for key in manifest.keys if job.state_of(key) in decision.states),
         ranks,
@@ -54,9 +66,12 @@ def load_dcp(
         notes += job.restore(others, values)
     with ranks.together("reading the model"):
         values = _read_model(decision.path, manifest, model, fit.narrowed)
+        if other is not None:
+            values = other.back(values, like=native)
+            notes.append(f"experts are stored as {other.stored} and were converted")
         # A tensor of the model that is excused keeps its own value.
-        kept = {k for k in fit.excused & targets.keys() if job.state_of(k) == MODEL}
-        job.restore((MODEL,), {**values, **{k: targets[k] for k in kept}})
+        kept = {k: native[k] for k in fit.excused & native.keys() if job.state_of(k) == MODEL}
+        job.restore((MODEL,), {**values, **kept})
     return notes
 
 
@@ -81,33 +96,70 @@ def load_hf(
     config: CheckpointConfig,
     ranks: Ranks,
 ) -> list[str]:
-    """Load the model from Hugging Face files through an adapter. Returns notes for the log."""
+    """Load the model from Hugging Face files through an adapter. Returns notes for the log.
+
+    Our own adapters read by plan: each rank exactly the boxes that its shards are made of. Any
+    other adapter converts a template, which is filled and converted back, as torchtitan does.
+    """
     with ranks.together("reading the headers"):
         manifest = hf.read_manifest(decision.path)
+        found = detect(manifest) if decision.quantized else {}
+        logical = logical_manifest(manifest, found=found) if found else manifest
     with ranks.together("asking the adapter"):
         native = job.model_state()
-        wanted = _tensors(adapter.to_hf(dict(native)), adapter)
-    union = {key for part in ranks.gather(sorted(wanted)) for key in part}
-    excused = (*config.excuse_mismatch, *strict.DERIVED, *_declared(adapter))
-    with ranks.together("reading the weights"):
-        hf.load(
-            decision.path,
-            wanted,
-            manifest=manifest,
-            dequantize=decision.quantized,
-            widen=True,
-            narrow=config.allow_narrowing,
-            expected_keys=union,
-            excused=excused,
-        )
-    with ranks.together("converting the weights"):
+        template: dict[str, Any] = {}
         if isinstance(adapter, MappingAdapter):
-            values = adapter.from_hf(wanted, like=native)
+            specs = _planned(adapter, native)
         else:
-            values = adapter.from_hf(wanted)
-        # A foreign adapter may leave native-only buffers out; they keep their own values.
-        load_model_state_dict(job.parts, {**native, **values})
-    return _hf_notes(manifest.tensors, native, decision)
+            template = _tensors(adapter.to_hf(dict(native)), adapter)
+            specs = {key: strict.spec(value) for key, value in template.items()}
+    excused = (*config.excuse_mismatch, *_declared(adapter))
+    fit = strict.compare(
+        specs,
+        logical,
+        logical.tensors,
+        ranks,
+        casts=True,
+        narrow=config.allow_narrowing,
+        excuse=excused,
+        any_dtype=found,
+    )
+    with ranks.together("reading the weights"):
+        if isinstance(adapter, MappingAdapter):
+            wanted = {k: v for k, v in native.items() if isinstance(v, torch.Tensor)}
+            load_native(
+                adapter, decision.path, wanted, dequantize=decision.quantized, manifest=manifest
+            )
+            load_model_state_dict(job.parts, native)
+        else:
+            hf.load(
+                decision.path,
+                {k: v for k, v in template.items() if k not in fit.excused},
+                manifest=manifest,
+                dequantize=decision.quantized,
+                widen=True,
+                narrow=config.allow_narrowing,
+                excused=("*",),
+            )
+            # An adapter may leave native-only buffers out; they keep their own values.
+            load_model_state_dict(job.parts, {**native, **adapter.from_hf(template)})
+    quantized = f", {len(found)} of them dequantized" if found else ""
+    return [f"{len(logical.tensors)} tensors were read{quantized}", *fit.notes]
+
+
+def _planned(adapter: MappingAdapter, native: Mapping[str, Any]) -> dict[str, strict.Spec]:
+    """The Hugging Face tensors that these native ones are made of, in the native dtypes."""
+    entries = {}
+    for key, value in native.items():
+        found = strict.spec(value)
+        if found is not None:
+            entries[key] = TensorEntry(key, *found)
+    return {
+        key: (shape, group.targets[0].dtype)
+        for group in adapter.plan_load(entries).groups
+        if group.fill is None
+        for key, shape in group.source_shapes()
+    }
 
 
 def _tensors(converted: Mapping[str, Any], adapter: StateDictAdapter) -> dict[str, Any]:
@@ -132,17 +184,6 @@ def _declared(adapter: StateDictAdapter) -> tuple[str, ...]:
         return ()
     entries = adapter.hf_entries(declared=True).keys() - adapter.hf_entries().keys()
     return tuple(entries)
-
-
-def _hf_notes(
-    tensors: Mapping[str, Any], native: Mapping[str, Any], decision: LoadDecision
-) -> list[str]:
-    held = sorted({entry.dtype for entry in tensors.values()})
-    live = sorted({str(v.dtype).removeprefix("torch.") for v in native.values()})
-    return [
-        f"{len(tensors)} tensors ({', '.join(held)}{', dequantized' if decision.quantized else ''})"
-        f" were loaded into a model in {', '.join(live)}"
-    ]
 
 
 def _confirm(path: str, ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_ckpt import config as options
-from torchtitan_ckpt import device, export, loading, owner, retention, saving, survey
+from torchtitan_ckpt import device, experts, export, loading, owner, retention, saving, survey
 from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt.adapter import StateDictAdapter
 from torchtitan_ckpt.agree import agree
@@ -199,6 +199,9 @@ class CheckpointManager:
     def _save_model(self, step: int, dtype: torch.dtype | None) -> None:
         with self._ranks.together(f"collecting the model of step {step}"):
             flat = export.native_model(self._job, dtype)
+            if dtype is not None:
+                form = self.config.save_expert_format
+                flat = experts.in_format(self._adapter, flat, form)
         self._finish(step, self._write_dcp(self._ranks, step, flat), full=False)
 
     def _save_hf(self, step: int) -> None:
@@ -284,7 +287,9 @@ class CheckpointManager:
                     decision, self._job, self._adapter, self.config, self._ranks
                 )
             else:
-                notes = loading.load_dcp(decision, self._job, self.config, self._ranks)
+                notes = loading.load_dcp(
+                    decision, self._job, self._adapter, self.config, self._ranks
+                )
         finally:
             if decision.step is not None:
                 self._in_use.discard(decision.step)

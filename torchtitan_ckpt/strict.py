@@ -1,4 +1,4 @@
-"""Whether a DCP checkpoint fits a whole job: keys, shapes and dtypes over all ranks together.
+"""Whether a checkpoint fits a whole job: keys, shapes and dtypes over all ranks together.
 
 A rank holds a part of the model, so only all ranks together can say that the file has a key for
 which there is no place. Everything is found before any data moves, and said at once.
@@ -6,7 +6,7 @@ which there is no place. Everything is found before any data moves, and said at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +24,7 @@ DERIVED = ("freqs_cis", "*.freqs_cis", "rope.cache", "*.rope.cache", "*.rotary_e
 # Digits of the significand and bits of the exponent; a float fits where both are no fewer.
 _FLOATS = {"float16": (11, 5), "bfloat16": (8, 8), "float32": (24, 8), "float64": (53, 11)}
 
+# Shape and dtype; None for what is no tensor.
 Spec = tuple[tuple[int, ...], str] | None
 
 
@@ -44,7 +45,7 @@ def spec(value: Any) -> Spec:
 
 
 def compare(
-    targets: Mapping[str, Any],
+    specs: Mapping[str, Spec],
     manifest: Manifest,
     relevant: Iterable[str],
     ranks: Ranks,
@@ -52,13 +53,15 @@ def compare(
     casts: bool,
     narrow: bool,
     excuse: Sequence[str] = (),
+    any_dtype: Collection[str] = (),
 ) -> Fit:
     """Compare what all ranks want with `relevant` keys of the manifest. A collective.
 
-    `casts` lets a float of the file be loaded into a wider one, `narrow` into any. Raises
-    MismatchError, on every rank the same.
+    `any_dtype` are keys whose stored dtype says nothing (quantized weights). `casts` lets a float
+    of the file be loaded into a wider one, `narrow` into any. Raises MismatchError, on every rank
+    the same.
     """
-    wanted = _union({key: spec(value) for key, value in targets.items()}, ranks)
+    wanted = _union(dict(specs), ranks)
     held = set(relevant)
     patterns = (*excuse, *DERIVED)
     excused = {key for key in wanted.keys() ^ held if any(fnmatchcase(key, p) for p in patterns)}
@@ -77,7 +80,7 @@ def compare(
             if want[0] != entry.shape:
                 pair = (str(list(want[0])), str(list(entry.shape)))
                 shapes.setdefault(pair, []).append(key)
-            if want[1] != entry.dtype:
+            if want[1] != entry.dtype and key not in any_dtype:
                 dtypes.setdefault((want[1], entry.dtype), []).append(key)
     problems += _differences(manifest, "kind", "are of another kind", kinds)
     problems += _differences(manifest, "shape", "have another shape", shapes)
