@@ -17,13 +17,16 @@ from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import DATALOADER, MODEL, CheckpointConfig
 from torchtitan_ckpt.decision import LoadDecision
-from torchtitan_ckpt.errors import MappingError, Problem, RankError
+from torchtitan_ckpt.errors import MappingError, MismatchError, Problem, RankError
 from torchtitan_ckpt.formats import dcp, hf
 from torchtitan_ckpt.formats.quantized import detect, logical_manifest
 from torchtitan_ckpt.hf_load import load_native
 from torchtitan_ckpt.job import JobState
 from torchtitan_ckpt.manifest import Manifest, TensorEntry
+from torchtitan_ckpt.mapping.rule import HF, HfOnly, Tied
 from torchtitan_ckpt.state.model import load_model_state_dict
+
+_WINDOW = 64 << 20  # bytes that are compared at a time
 
 
 def load_dcp(
@@ -113,7 +116,7 @@ def load_hf(
         else:
             template = _tensors(adapter.to_hf(dict(native)), adapter)
             specs = {key: strict.spec(value) for key, value in template.items()}
-    excused = (*config.excuse_mismatch, *_declared(adapter))
+    excused = (*config.excuse_mismatch, *_declared(adapter, logical))
     fit = strict.compare(
         specs,
         logical,
@@ -124,6 +127,9 @@ def load_hf(
         excuse=excused,
         any_dtype=found,
     )
+    with ranks.together("comparing copies"):
+        if ranks.rank == 0:
+            _check_copies(adapter, decision.path, manifest)
     with ranks.together("reading the weights"):
         if isinstance(adapter, MappingAdapter):
             wanted = {k: v for k, v in native.items() if isinstance(v, torch.Tensor)}
@@ -178,12 +184,64 @@ def _tensors(converted: Mapping[str, Any], adapter: StateDictAdapter) -> dict[st
     return dict(converted)
 
 
-def _declared(adapter: StateDictAdapter) -> tuple[str, ...]:
-    """HF keys that a mapping declares as meaning nothing to the trainer."""
+def _declared(adapter: StateDictAdapter, manifest: Manifest) -> list[str]:
+    """Keys of the files that a mapping declares as copies, or as nothing to the trainer."""
     if not isinstance(adapter, MappingAdapter):
-        return ()
-    entries = adapter.hf_entries(declared=True).keys() - adapter.hf_entries().keys()
-    return tuple(entries)
+        return []
+    table = adapter.mapping
+    matches = {key: table.index(HF).match(key) for key in manifest.tensors}
+    return [
+        key
+        for key, match in matches.items()
+        if match is not None and isinstance(table.entries[match.entry], HfOnly | Tied)
+    ]
+
+
+def _check_copies(adapter: StateDictAdapter, path: str, manifest: Manifest) -> None:
+    """A declared copy must equal what it copies, or the file is of an untied model.
+
+    Copies that the table declares as free to differ are not compared.
+    """
+    if not isinstance(adapter, MappingAdapter):
+        return
+    keys = list(manifest.tensors)
+    different = []
+    with hf.open_reader(path, manifest=manifest, raw=True) as reader:
+        for tied, key, target in adapter.mapping.bound_ties(HF, keys):
+            if tied.import_loss or target not in manifest.tensors:
+                continue
+            shapes = {manifest.tensors[key].shape, manifest.tensors[target].shape}
+            if len(shapes) > 1 or not _equal(reader, key, target, manifest.tensors[key]):
+                different.append((key, target))
+    if different:
+        raise MismatchError(
+            *(
+                Problem(
+                    code="load.copy-differs",
+                    what=f"{key} should be a copy of {target}, and holds other values.",
+                    where=path,
+                    cause="the files are of a model that does not tie them",
+                    fix="set tie_word_embeddings (or the like) in the model's config as the files "
+                    "have it",
+                )
+                for key, target in different
+            )
+        )
+
+
+def _equal(reader: hf.HfReader, key: str, target: str, entry: TensorEntry) -> bool:
+    """Bitwise equality of two tensors of one file set, a window at a time."""
+    if not entry.shape:
+        return torch.equal(reader.read(key), reader.read(target))
+    rows, row = entry.shape[0], max(1, entry.nbytes // max(1, entry.shape[0]))
+    step = max(1, _WINDOW // row)
+    for start in range(0, rows, step):
+        offsets = (start, *(0 for _ in entry.shape[1:]))
+        sizes = (min(step, rows - start), *entry.shape[1:])
+        a, b = (reader.read(name, offsets, sizes) for name in (key, target))
+        if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return False
+    return True
 
 
 def _confirm(path: str, ranks: Ranks) -> None:
