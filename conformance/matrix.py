@@ -115,11 +115,12 @@ class Matrix:
         self.table = small_table() if table is None else table
         self.rows: list[Row] = []
         self._saved: dict[str, Path] = {}
+        self._tries = 0
 
     def saved(self, case: Case) -> Path:
         """The folder of the checkpoint that `case` saved; RanksFailed or AssertionError if not."""
         if case.name not in self._saved:
-            number = len(self._saved)
+            number = self._tries = self._tries + 1
             path = self.folder / f"source{number}"
             path.mkdir(parents=True)
             ownership = "bytes" if number % 2 else "tensor"

@@ -275,6 +275,23 @@ def layout_problems(
                     fix="lower data_parallel_shard_degree, or raise expert_parallel_degree",
                 )
             )
+    if uses_fsdp(degrees):
+        for axis, shard in zip(layout.axes, layout.shards, strict=True):
+            if shard is None or axis not in ("tp", "etp"):
+                continue
+            rows = shape[shard.dim]
+            if rows and not _chunk(rows, sizes[axis], sizes[axis] - 1)[1]:
+                problems.append(
+                    Problem(
+                        code="parallel.empty-part",
+                        what="tensor parallelism leaves a rank with nothing, and FSDP cannot "
+                        "reduce an empty gradient",
+                        where=f"{key} {list(shape)}",
+                        expected=f"dimension {shard.dim} to reach every one of {sizes[axis]} ranks",
+                        actual=str(rows),
+                        fix="lower tensor_parallel_degree, or pad the dimension",
+                    )
+                )
     if problems:
         return problems
     place = layout.strided()

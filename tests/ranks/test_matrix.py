@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from conformance.degrees import CASES, Case
-from conformance.matrix import Matrix, cycle, every_pair, table_of
+from conformance.jobs import Job, small_table
+from conformance.matrix import STEPS, Matrix, cycle, every_pair, table_of
 from conformance.ranks import RankPool
+from torchtitan_ckpt.formats import dcp, hf
+from torchtitan_ckpt.parallel import ParallelDegrees
 
 DEFAULT = cycle()
 SLOW = [pair for pair in every_pair() if pair not in DEFAULT]
@@ -48,30 +52,29 @@ def test_the_default_cycle_has_every_split_on_both_sides() -> None:
     assert not any(source == target for source, target in DEFAULT)
 
 
-def test_a_difference_is_seen(matrix: Matrix) -> None:
-    """The judge can say no: one element changed on disk, in DCP and in safetensors alike."""
-    source, target = CASES[0], CASES[2]
-    folder = matrix.saved(source)
-    spoilt = Matrix(matrix.pool, folder, matrix.table)
-    for path in [*folder.glob("dcp/*.distcp"), *folder.glob("hf/*.safetensors")]:
-        data = bytearray(path.read_bytes())
-        whole = _first_value()
-        at = data.find(whole)
-        if at >= 0:
-            data[at + 3] ^= 0x40
-        copy = folder / "spoilt" / path.parent.name / path.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(bytes(data))
-    for path in [folder / "dcp" / ".metadata", *folder.glob("hf/*.json")]:
-        (folder / "spoilt" / path.parent.name / path.name).write_bytes(path.read_bytes())
-    spoilt._saved[source.name] = folder / "spoilt"
-    wrong = spoilt.pair(source, target).wrong
-    assert "layers.0.attention.sinks" in wrong
-    assert "after a step: layers.0.attention.sinks" in wrong
-    assert "hf: layers.0.attention.sinks" in wrong
+KEY = "layers.0.attention.sinks"
 
 
-def _first_value() -> bytes:
-    from conformance.jobs import small_table, truth
+def save_spoilt(folder: str) -> None:
+    """What a wrong writer would leave: one element of one tensor is another's."""
+    job = Job.start(small_table(), ParallelDegrees())
+    job.train(STEPS)
+    flat = job.state()
+    for key in (KEY, f"optimizer.state.{KEY}.exp_avg"):
+        flat[key] = flat[key].detach().clone()
+        flat[key][3] = flat[key][2]
+    dcp.save(flat, f"{folder}/dcp", sync_files=False)
+    hf.save({k: flat[k] for k in small_table()}, f"{folder}/hf", sync_files=False)
 
-    return truth(small_table(), 2)["layers.0.attention.sinks"].numpy().tobytes()
+
+def test_a_difference_is_seen(pool: RankPool, tmp_path: Path) -> None:
+    """The judge can say no: in the weights, in a moment, after a step, and in safetensors."""
+    pool.run(save_spoilt, 1, str(tmp_path))
+    spoilt = Matrix(pool, tmp_path)
+    spoilt._saved[CASES[0].name] = tmp_path
+    wrong = spoilt.pair(CASES[0], CASES[2]).wrong
+    assert KEY in wrong
+    assert f"optimizer.state.{KEY}.exp_avg" in wrong
+    assert f"after a step: {KEY}" in wrong
+    assert f"hf: {KEY}" in wrong
+    assert all(KEY in text for text in wrong)

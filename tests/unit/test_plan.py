@@ -117,6 +117,14 @@ def test_what_torch_refuses_is_said_with_the_key() -> None:
     assert "layers.11.moe" in codes["parallel.experts-uneven"].what
 
 
+def test_a_rank_without_rows_under_fsdp_and_tensor_parallelism_is_refused() -> None:
+    table = {"layers.0.attention.wq.weight": TensorEntry("q", (9, 4), "float32")}
+    (problem,) = layout_faults(table, ParallelDegrees(dp_shard=2, tp=4))
+    assert problem.code == "parallel.empty-part"
+    assert "layers.0.attention.wq.weight" in problem.what
+    assert not layout_faults(table, ParallelDegrees(tp=4))
+
+
 def test_an_object_weighs_one_and_a_plain_tensor_goes_to_the_idlest() -> None:
     """The rule that the shortcut replays, on a case small enough to do by hand."""
     from torchtitan_ckpt.plan_state import PLAIN
