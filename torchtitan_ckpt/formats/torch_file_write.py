@@ -13,7 +13,7 @@ import os
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from struct import pack
 from types import TracebackType
@@ -26,6 +26,7 @@ from torchtitan_ckpt.formats.tensor_bytes import memory, plain
 from torchtitan_ckpt.manifest import ITEM_SIZE
 
 _ALIGN = 64
+_WIDE = 0xFFFFFFFF  # sizes and offsets from here on stand in 64-bit fields
 _PREFIX = "archive/"
 _LEGACY = {
     "float64": "DoubleStorage",
@@ -126,6 +127,18 @@ class TorchFileWriter:
         self._new(key)
         self._values[key] = value
 
+    def nest(self, paths: Mapping[str, tuple[str | int, ...]]) -> None:
+        """Put values under nested keys instead of their own, as DCP's `dcp_to_torch` does.
+
+        To be called after everything was written; keys without a path stay where they are.
+        """
+        from torch.distributed.checkpoint._traverse import set_element
+
+        nested: dict[str, Any] = {}
+        for key, value in self._values.items():
+            set_element(nested, tuple(paths.get(key, (key,))), value)
+        self._values = nested
+
     def _new(self, key: str) -> None:
         if key in self._values:
             raise SaveError(
@@ -155,7 +168,7 @@ class TorchFileWriter:
     def _entry(self, name: str, size: int) -> Iterator[Sink]:
         header = self._file.tell()
         raw = f"{_PREFIX}{name}".encode()
-        wide = size >= 0xFFFFFFFF
+        wide = size >= _WIDE
         fixed = header + 30 + len(raw) + (20 if wide else 0)
         extra = pack("<HHQQ", 1, 16, size, size) if wide else b""
         padding = -(fixed + 4) % _ALIGN
@@ -275,8 +288,9 @@ def _reduce(stub: _Stub) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _directory_entry(raw: bytes, header: int, size: int, crc: int) -> bytes:
-    wide = [n for n in (size, size, header) if n >= 0xFFFFFFFF]
+    wide = [n for n in (size, size, header) if n >= _WIDE]
     extra = pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    size, header = min(size, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+    size = size if size < _WIDE else 0xFFFFFFFF
+    header = header if header < _WIDE else 0xFFFFFFFF
     numbers = (45, 45, 0x800, 0, 0, 0x21, crc, size, size, len(raw), len(extra), 0, 0, 0, 0, header)
     return pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers) + raw + extra
