@@ -169,6 +169,25 @@ def test_gpt_oss_as_torchtitans_adapter_asks_for_it(tmp_path: Path) -> None:
     assert same(out["mlp.experts.gate_up_proj_blocks"], values)
 
 
+def test_a_rank_with_two_runs_of_a_transposed_tensor(tmp_path: Path) -> None:
+    """A strided shard holds several boxes, one after the other in its own memory."""
+    from torchtitan_ckpt.formats import hf_io, hf_read
+    from torchtitan_ckpt.formats.hf_boxes import Box
+
+    tensors, values = gpt_oss()
+    root = write(tmp_path / "m", tensors)
+    item = detect(hf.read_manifest(root))["mlp.experts.gate_up_proj"]
+    local = torch.full((3, 20, 10), math.nan)
+    boxes = (Box((0, 0, 0), (3, 8, 10), (0, 0, 0)), Box((0, 40, 0), (3, 12, 10), (0, 8, 0)))
+    plan = hf_read._Plan({}, [])
+    with hf_io.Files(root) as files:
+        hf_read._plan_quantized(plan, files, item, local, boxes)
+        for call in plan.calls:
+            call()
+    plain = values.transpose(1, 2)
+    assert same(local, torch.cat([plain[:, :8], plain[:, 40:52]], 1))
+
+
 def test_fp8_experts_stacked_in_one_tensor(tmp_path: Path) -> None:
     codes = all_codes(5 * 130, 140).view(5, 130, 140)
     scale = scales(5 * 2, 2).view(5, 2, 2)

@@ -11,13 +11,11 @@ maps strings to strings. The data of all tensors together must cover the rest of
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -88,22 +86,6 @@ class Header:
     size: int
     items: Mapping[str, Item]
     metadata: Mapping[str, str]
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Without garbage collection while many small objects are made, none of them garbage.
-
-    Each collection walks everything alive; over the headers of a large checkpoint that costs more
-    than reading them.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_header(path: Path, name: str | None = None) -> Header:

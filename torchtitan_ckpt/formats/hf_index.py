@@ -26,7 +26,8 @@ from torchtitan_ckpt.errors import (
     list_keys,
     nearest,
 )
-from torchtitan_ckpt.formats.hf_header import Header, collector_paused, read_header
+from torchtitan_ckpt.formats.collector import collector_paused
+from torchtitan_ckpt.formats.hf_header import Header, read_header
 from torchtitan_ckpt.formats.hf_problems import (
     HEADER_LIMIT,
     INDEX,

@@ -19,6 +19,7 @@ import torch
 
 from torchtitan_ckpt.errors import DamagedError, Problem
 from torchtitan_ckpt.formats import hf_io
+from torchtitan_ckpt.formats.collector import collector_paused
 from torchtitan_ckpt.formats.hf_boxes import (
     Box,
     Ints,
@@ -30,7 +31,6 @@ from torchtitan_ckpt.formats.hf_boxes import (
     strides_of,
 )
 from torchtitan_ckpt.formats.hf_compare import compare
-from torchtitan_ckpt.formats.hf_header import collector_paused
 from torchtitan_ckpt.formats.hf_index import read_manifest
 from torchtitan_ckpt.formats.hf_io import DTYPES, Files
 from torchtitan_ckpt.formats.quantized import BLOCK, GROUP, Quantized

@@ -18,7 +18,7 @@ from torchtitan_ckpt.formats.hf_index import read_manifest
 from torchtitan_ckpt.formats.hf_io import DTYPES, Files
 from torchtitan_ckpt.formats.hf_read import fill
 from torchtitan_ckpt.formats.quantized import Quantized, detect, logical_manifest
-from torchtitan_ckpt.manifest import Manifest
+from torchtitan_ckpt.manifest import Manifest, TensorEntry
 
 
 def open_reader(
@@ -58,6 +58,21 @@ class HfReader:
         sizes: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """A tensor, or the box of it at `offsets` of `sizes`; only its bytes are read."""
+        entry = self._entry(key)
+        offsets = (0,) * len(entry.shape) if offsets is None else offsets
+        rows = zip(entry.shape, offsets, strict=True)
+        sizes = tuple(size - at for size, at in rows) if sizes is None else sizes
+        out = torch.empty(sizes, dtype=DTYPES[entry.dtype])
+        self.fill(key, offsets, out)
+        return out
+
+    def fill(self, key: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
+        """Fill a plain tensor, casting to its dtype, with the box that begins at `offsets`."""
+        entry = self._entry(key)
+        with torch.no_grad():
+            fill(self._files, self._quantized.get(key) or entry, offsets, out)
+
+    def _entry(self, key: str) -> TensorEntry:
         entry = self.manifest.tensors.get(key)
         if entry is None:
             raise NotFoundError(
@@ -69,13 +84,7 @@ class HfReader:
                     fix="check the key; `inspect` lists all",
                 )
             )
-        offsets = (0,) * len(entry.shape) if offsets is None else offsets
-        rows = zip(entry.shape, offsets, strict=True)
-        sizes = tuple(size - at for size, at in rows) if sizes is None else sizes
-        out = torch.empty(sizes, dtype=DTYPES[entry.dtype])
-        with torch.no_grad():
-            fill(self._files, self._quantized.get(key) or entry, offsets, out)
-        return out
+        return entry
 
     def __enter__(self) -> HfReader:
         return self

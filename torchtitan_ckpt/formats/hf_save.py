@@ -20,9 +20,11 @@ import xxhash
 
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import ConfigError, Problem, RankError, SaveError, list_keys
+from torchtitan_ckpt.formats.collector import collector_paused
 from torchtitan_ckpt.formats.hf_boxes import describe, local_boxes, local_tensor
 from torchtitan_ckpt.formats.hf_exchange import Exchange, Source
 from torchtitan_ckpt.formats.hf_file import FileWriter, dense_bytes
+from torchtitan_ckpt.formats.hf_header import build_header
 from torchtitan_ckpt.formats.hf_io import NAMES
 from torchtitan_ckpt.formats.hf_layout import FileMap, Layout, commit, plan_layout, prepare
 from torchtitan_ckpt.formats.hf_plan import (
@@ -71,7 +73,7 @@ def save(
     ranks = _cpu_ranks(process_group)
     root = Path(folder)
     shown = FORMAT_METADATA if metadata is None else metadata
-    with ranks.together("describing what they save"):
+    with ranks.together("describing what they save"), collector_paused():
         if ownership not in ("tensor", "bytes"):
             raise ConfigError(_ownership(ownership))
         tensors, described = _describe(state_dict, ranks, allow_aliases)
@@ -177,7 +179,8 @@ def _picture(ranks: Ranks, described: list[Described]) -> Picture:
     mine = ranks.rank == digests.index(digests[ranks.rank])
     texts = [text for text in ranks.gather(packed if mine else None) if text is not None]
     views = [[Described(*row) for row in pickle.loads(text)] for text in texts]  # our own ranks'
-    picture = merge(views, [distinct.index(digest) for digest in digests])
+    with collector_paused():
+        picture = merge(views, [distinct.index(digest) for digest in digests])
     if not isinstance(picture, Picture):
         raise RankError(*picture)
     return picture
@@ -229,7 +232,7 @@ def _write_tensors(
     progress: Callable[[int], None] | None,
 ) -> None:
     """Whole files by their owners; the exchange stops on all ranks when one of them fails."""
-    with ranks.together("opening their files"):
+    with ranks.together("opening their files"), collector_paused():
         owners = assign(layout.files, picture, ranks.size)
         queues: dict[int, list[Segment]] = {rank: [] for rank in set(owners.values())}
         file_of = {}
@@ -248,8 +251,6 @@ def _write_tensors(
 
 
 def _in_file_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    from torchtitan_ckpt.formats.hf_header import build_header
-
     _, items = build_header([(e.key, e.dtype, e.shape) for e in entries])
     by_key = {entry.key: entry for entry in entries}
     return [by_key[key] for key in items]

@@ -19,6 +19,7 @@ import torch
 from torchtitan_ckpt.errors import Problem, SaveError, list_keys, nearest
 from torchtitan_ckpt.formats.hf_boxes import Ints, find_gap_or_overlap
 from torchtitan_ckpt.formats.hf_file import FileWriter, dense_bytes, partial_name, write_problem
+from torchtitan_ckpt.formats.hf_header import build_header
 from torchtitan_ckpt.formats.hf_index import read_manifest
 from torchtitan_ckpt.formats.hf_io import NAMES
 from torchtitan_ckpt.formats.hf_layout import FileMap, Layout, commit, plan_layout, prepare
@@ -200,8 +201,6 @@ class HfWriter:
         return frozenset(keys)
 
     def _as_planned(self, path: Path, name: str) -> bool:
-        from torchtitan_ckpt.formats.hf_header import build_header
-
         rows = [(entry.key, entry.dtype, entry.shape) for entry in self._layout.files[name]]
         header, items = build_header(rows, self._metadata)
         end = max((item.start + item.length for item in items.values()), default=len(header))
