@@ -58,7 +58,7 @@ LEVELS = {
 # Which check says that a direction raises on the whole model.
 RUNS = {"to_hf": "keys.leaves", "from_hf": "keys.import"}
 _HF, _REF = ("adapter", "native", "hf"), ("adapter", "native", "reference")
-_OUT = ("to_hf",)
+_OUT, _JOB = ("to_hf",), ("job",)
 _PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
 
 CONTRACT: tuple[Check, ...] = (
@@ -110,6 +110,9 @@ CONTRACT: tuple[Check, ...] = (
         "Another implementation computes the same logits.",
         ("adapter", "native", "forward"),
     ),
+    Check("job.unchanged", 5, "A job that learns nothing gives its files back.", _JOB, ()),
+    Check("job.resume", 5, "A resumed job equals one that was never stopped.", _JOB, ()),
+    Check("job.export", 5, "What a job exports is its last step under the files' keys.", _JOB, ()),
 )
 
 BY_ID: dict[str, Check] = {check.id: check for check in CONTRACT}

@@ -75,6 +75,7 @@ class Subject:
     to_hf       `call(adapter, state_dict)`, for adapters that want more arguments; likewise from_hf
     forward     `(native state dict, file state dict) -> (logits, logits, name of the other)`
     manager     makes a checkpoint manager, for the chapters about saving and resuming
+    job         a folder of Hugging Face files that real training jobs start from
     expect      check id -> reason why it is known to fail
     degrees     parallel degrees for the chapter `reshard`
     values_on   which layers values are checked on: None (the gate decides by size) or numbers
@@ -94,6 +95,7 @@ class Subject:
     from_hf: Convert | None = None
     forward: Callable[..., tuple[Any, Any, str]] | None = None
     manager: Callable[..., Any] | None = None
+    job: str | None = None
     values_on: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
 

@@ -23,6 +23,10 @@ def resolve(name: str) -> Subject:
         from conformance.subjects import titan
 
         return titan.subject(name)
+    if name.startswith("main:"):
+        from conformance.subjects import main
+
+        return main.subject(name)
     if ":" in name:
         return _imported(name)
     if os.path.isdir(name):

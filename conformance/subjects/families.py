@@ -48,16 +48,21 @@ class AdapterReference:
 def subject(name: str) -> Subject:
     """The shipped subject of a family: this project's adapter on a small config."""
     from conformance.subjects.configs import CONFIGS
+
+    return of_config(name, CONFIGS[name])
+
+
+def of_config(name: str, config: Mapping[str, Any], *, job: str | None = None) -> Subject:
+    """This project's adapter on a Hugging Face config; `job` is a folder for the chapter `job`."""
     from torchtitan_ckpt.adapter import MappingAdapter
     from torchtitan_ckpt.mapping import keys
 
-    config = CONFIGS[name]
-
     def factory(hf_assets_path: str | None = None) -> Any:
-        return MappingAdapter(config, hf_assets_path)
+        return MappingAdapter(dict(config), hf_assets_path)
 
-    mapping = factory().mapping
-    reference = titan_reference(name, config)
+    made = factory()
+    mapping = made.mapping
+    reference = titan_reference(made.family.name, config)
     extras = _extras(mapping)
 
     def listed() -> FileList:
@@ -76,6 +81,7 @@ def subject(name: str) -> Subject:
         hf=listed,
         reference=reference,
         capabilities=_capabilities(mapping),
+        job=job,
         notes=()
         if reference is not None
         else (
@@ -182,7 +188,8 @@ def _deepseek_v3() -> tuple[Any, Any]:
 
 def _titan_config(config: Mapping[str, Any], rope: Any) -> Any:
     """The fields of a torchtitan model config that its adapters read."""
-    experts = config.get("num_experts") or config.get("n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[name] for name in names if config.get(name)), None)
     dense = set(config.get("mlp_only_layers", ())) | set(
         range(config.get("first_k_dense_replace", 0))
     )

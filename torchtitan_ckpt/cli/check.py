@@ -23,7 +23,8 @@ class Args:
     subjects: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SUBJECT [SUBJECT ...]")
     ]
-    """pkg.mod:NAME, a shipped family, titan:<model>/<flavor>, or a folder of safetensors."""
+    """pkg.mod:NAME, a shipped family, titan:<model>/<flavor>, a folder of safetensors, or
+    main:<fixture>; without any, the main job: three Qwen3 checkpoints through real jobs."""
     check: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only checks whose id matches this glob (repeatable)."""
     level: int | None = None
@@ -50,19 +51,14 @@ def run(args: Args) -> int:
     """Run the contract; 0 clean, 1 findings, 2 usage, 5 nothing was checked."""
     from conformance import report_github, report_json, report_text
     from conformance.engine import check
-    from torchtitan_ckpt.errors import ConfigError, Problem
 
-    if not args.subjects:
-        raise ConfigError(
-            Problem(
-                code="check.no-subject",
-                what="no subject was named",
-                expected="pkg.mod:NAME, a shipped family, or titan:<model>/<flavor>",
-                fix="torchtitan-ckpt check qwen3",
-            )
-        )
+    subjects = args.subjects
+    if not subjects:
+        from conformance.subjects import main
+
+        subjects = main.NAMES
     report = check(
-        args.subjects,
+        subjects,
         checks=args.check,
         level=args.level,
         seed=args.seed,
