@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -166,18 +166,27 @@ def every_pair(cases: Sequence[Case] = CASES) -> list[tuple[Case, Case]]:
     return [(source, target) for source in cases for target in cases]
 
 
-def table_of(rows: Iterable[Row]) -> str:
+HEAD = f"{'saved under':<25}{'loaded under':<25}{'ranks':>5}{'DCP s':>8}{'HF s':>8}  verdict"
+
+
+def line_of(row: Row) -> str:
+    """One pair, as a line of the table."""
+    verdict = "equal" if not row.wrong else f"{len(row.wrong)} wrong: {row.wrong[0][:60]!r}"
+    return (
+        f"{row.source:<25}{row.target:<25}{row.ranks:>5}{row.load_seconds:>8.2f}"
+        f"{row.hf_seconds:>8.2f}  {verdict}"
+    )
+
+
+def sum_of(rows: Sequence[Row]) -> str:
+    """The last line of the table."""
+    bad = sum(bool(row.wrong) for row in rows)
+    return f"{len(rows)} pairs, {len(rows) - bad} equal bit for bit, {bad} not"
+
+
+def table_of(rows: Sequence[Row]) -> str:
     """The pairs and their times, as text."""
-    lines = [f"{'saved under':<25}{'loaded under':<25}{'ranks':>5}{'DCP s':>8}{'HF s':>8}  verdict"]
-    count = bad = 0
-    for row in rows:
-        verdict = "equal" if not row.wrong else f"{len(row.wrong)} wrong: {row.wrong[0][:60]}"
-        lines.append(
-            f"{row.source:<25}{row.target:<25}{row.ranks:>5}{row.load_seconds:>8.2f}"
-            f"{row.hf_seconds:>8.2f}  {verdict}"
-        )
-        count, bad = count + 1, bad + bool(row.wrong)
-    return "\n".join([*lines, f"{count} pairs, {count - bad} equal bit for bit, {bad} not"])
+    return "\n".join([HEAD, *map(line_of, rows), sum_of(rows)])
 
 
 def main() -> int:
@@ -186,9 +195,10 @@ def main() -> int:
     options = parser.parse_args()
     with RankPool(8) as pool, tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(pool, Path(folder))
+        print(HEAD)
         for source, target in every_pair() if options.all else cycle():
-            matrix.pair(source, target)
-        print(table_of(matrix.rows))
+            print(line_of(matrix.pair(source, target)), flush=True)
+        print(sum_of(matrix.rows))
     return 1 if not matrix.rows or any(row.wrong for row in matrix.rows) else 0
 
 
