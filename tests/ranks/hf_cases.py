@@ -219,9 +219,17 @@ def failure(folder: str, kind: str, ownership: str = "tensor") -> dict[str, Any]
     if kind == "verify" and rank == 1:
         _break_reads()
     window = 64 if kind in ("disk", "verify") else 32 << 20
-    from torchtitan_ckpt.formats import hf_file, hf_layout
+    from torchtitan_ckpt.formats import hf_exchange, hf_file, hf_layout
 
     hf_layout.SMALLEST_FILE, hf_file._GATHER = 100, 8
+    steps = [0]
+    original = hf_exchange.Exchange.step
+
+    def counted(self: Any, todo: Any) -> bool:
+        steps[0] += 1
+        return original(self, todo)
+
+    hf_exchange.Exchange.step = counted
     start = time.monotonic()
     try:
         hf.save(state, folder, ownership=ownership, window=window)
@@ -231,9 +239,11 @@ def failure(folder: str, kind: str, ownership: str = "tensor") -> dict[str, Any]
             "codes": [p.code for p in error.problems],
             "text": str(error),
             "seconds": time.monotonic() - start,
+            "steps": steps[0],
             "left": sorted(os.listdir(folder)) if os.path.isdir(folder) else [],
         }
     finally:
+        hf_exchange.Exchange.step = original
         hf_layout.SMALLEST_FILE, hf_file._GATHER = 32 * 10**6, 1 << 20
         _restore()
     return {"class": None, "codes": [], "text": "", "seconds": 0, "left": []}
