@@ -33,7 +33,7 @@ def read_manifest(path: str | os.PathLike[str], *, trust: bool = False) -> Manif
     `info["strided"]`, one a line; its shard covers the bytes of its whole storage. Keys whose value
     is None are left out and named in `info["none_keys"]`.
     """
-    with _Opened(path) as opened:
+    with OpenedFile(path) as opened:
         return opened.manifest(trust=trust)
 
 
@@ -51,7 +51,7 @@ def load(
     from torchtitan_ckpt.formats.dcp_objects import raise_all
     from torchtitan_ckpt.formats.dcp_plan import compare, plan
 
-    with _Opened(path) as opened:
+    with OpenedFile(path) as opened:
         manifest = opened.manifest(trust=trust)
         compare(state, manifest, widen=widen)
         failures: list[CheckpointError] = []
@@ -68,8 +68,8 @@ def load(
     return {key: values[key] if key in wanted else value for key, value in state.items()}
 
 
-class _Opened:
-    """An open `.pt` file, its directory read."""
+class OpenedFile:
+    """An open `.pt` file, its directory read. `manifest` fills `payloads`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         text = os.fspath(path).removeprefix("file://")
@@ -79,7 +79,7 @@ class _Opened:
         self.file: File = folder.open(self.name)
         self.payloads: dict[str, Payload] = {}
 
-    def __enter__(self) -> _Opened:
+    def __enter__(self) -> OpenedFile:
         try:
             self._refuse_other_formats()
             self.archive = Archive(self._read, self.file.size, where=self.path)

@@ -1,0 +1,171 @@
+"""Running a conversion: pieces computed by threads, written in order, then compared again.
+
+In flight are at most `threads` pieces being computed and two that wait, so that memory is the
+window's, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from torchtitan_ckpt.convert_sink import Sink
+from torchtitan_ckpt.convert_source import Source
+from torchtitan_ckpt.convert_units import Made, Unit
+from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys
+from torchtitan_ckpt.manifest import TensorEntry
+from torchtitan_ckpt.mapping.apply import dtype_of, same_bytes
+
+T = TypeVar("T")
+Count = Callable[[int], None]  # told the bytes of target tensors that are done
+
+
+def threads_of(asked: int | None) -> int:
+    return asked or min(4, os.cpu_count() or 1)
+
+
+def piece_bytes(window: int, threads: int) -> int:
+    """Bytes of one piece, so that all in flight fit the window."""
+    return max(window // (threads + 2), 2**12)
+
+
+def in_order(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
+    """Results of jobs in their order, computed by threads, few at a time."""
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(threads, "convert") as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(_quietly, job))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _quietly(job: Callable[[], T]) -> T:
+    with torch.no_grad():  # a setting of each thread
+        return job()
+
+
+def write(units: Iterable[Unit], sink: Sink, max_bytes: int, threads: int, count: Count) -> None:
+    """Make every piece that the sink does not have yet, and write it."""
+
+    def jobs() -> Iterator[Callable[[], Made]]:
+        for unit in units:
+            for piece in unit.pieces(max_bytes):
+                if all(sink.done(place) for place in piece.places):
+                    count(_bytes(unit, piece.places))
+                else:
+                    yield piece.make
+
+    for made in in_order(jobs(), threads):
+        for key, offsets, tensor in made:
+            sink.write(key, offsets, tensor)
+            count(tensor.numel() * tensor.element_size())
+
+
+def _bytes(unit: Unit, places: Sequence[Any]) -> int:
+    size = 0
+    dtypes = {entry.key: dtype_of(entry.dtype).itemsize for entry in unit.entries}
+    for key, _, sizes in places:
+        numel = 1
+        for n in sizes:
+            numel *= n
+        size += numel * dtypes[key]
+    return size
+
+
+def compare(
+    units: Iterable[Unit], target: Source, max_bytes: int, threads: int, count: Count
+) -> None:
+    """Make every piece again, cut otherwise, and compare it with what the target gives back.
+
+    Raises `SaveError` with the tensors that differ.
+    """
+
+    def check(make: Callable[[], Made]) -> Callable[[], tuple[list[str], int]]:
+        def job() -> tuple[list[str], int]:
+            bad, size = [], 0
+            for key, offsets, tensor in make():
+                there = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if there.numel():
+                    target.fill(key, offsets, there)
+                if not same_bytes(there, tensor):
+                    bad.append(key)
+                size += tensor.numel() * tensor.element_size()
+            return bad, size
+
+        return job
+
+    jobs = (check(piece.make) for unit in units for piece in unit.pieces(max_bytes * 3 // 4))
+    bad: dict[str, None] = {}
+    for keys, size in in_order(jobs, threads):
+        bad.update(dict.fromkeys(keys))
+        count(size)
+    if bad:
+        raise SaveError(
+            Problem(
+                code="convert.verify",
+                what=f"{len(bad)} tensors read back differently from what was converted",
+                where=list_keys(bad),
+                cause="a failing disk or memory, or a source that changed meanwhile",
+                fix="convert again to another disk; nothing was put in place",
+            )
+        )
+
+
+def compare_manifest(entries: Iterable[TensorEntry], target: Source) -> None:
+    """Raise `SaveError` unless the target describes exactly these tensors."""
+    found = target.manifest.tensors
+    wanted = {entry.key: entry for entry in entries}
+    bad = sorted(set(wanted) ^ set(found))
+    bad += [
+        key
+        for key, entry in wanted.items()
+        if key in found and (entry.shape, entry.dtype) != (found[key].shape, found[key].dtype)
+    ]
+    if bad:
+        raise SaveError(
+            Problem(
+                code="convert.verify",
+                what=f"{len(bad)} tensors are described otherwise than they were written",
+                where=list_keys(bad),
+                fix="report this: it is a fault of torchtitan-ckpt; nothing was put in place",
+            )
+        )
+
+
+def compare_ties(ties: Sequence[tuple[str, str]], source: Source, max_bytes: int) -> None:
+    """Tied tensors, of which one is converted, must be equal. Raises `MismatchError`."""
+    from torchtitan_ckpt.convert_units import Stored
+
+    bad = []
+    for key, target in ties:
+        mine, other = source.manifest.tensors[key], source.manifest.tensors[target]
+        if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+            bad.append(key)
+            continue
+        one, two = Stored(source, key, mine), Stored(source, target, other)
+        for left, right in zip(one.pieces(max_bytes), two.pieces(max_bytes), strict=True):
+            if not same_bytes(left.make()[0][2], right.make()[0][2]):
+                bad.append(key)
+                break
+    if bad:
+        raise MismatchError(
+            Problem(
+                code="convert.tied-differ",
+                what="tensors that the model ties hold different values",
+                where=list_keys(bad),
+                expected=f"the values of {dict(ties)[bad[0]]}",
+                cause="the tie was broken in training, or the config is of another model",
+                fix="convert with a config that does not tie them (tie_word_embeddings)",
+            )
+        )
