@@ -34,7 +34,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def _finding(cell: Cell, finding: Finding) -> list[str]:
-    head = "FAIL " if cell.verdict != "error" else "ERROR"
+    head = "FAIL " if cell.verdict != "error" else "ERROR "
     lines = [f"{head}{cell.check:<16} {cell.subject:<22} {finding.what}"]
     groups = group_keys(finding.keys)
     if groups:
