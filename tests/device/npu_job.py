@@ -64,6 +64,31 @@ def _swapped(parameter: Tensor) -> Tensor:
     return like(parameter, made)
 
 
+class SpeakingMapped(swap.MappedAdamW):
+    """The second generation, with the protocol that brings its moments back to mapped memory."""
+
+    def checkpoint_wait(self) -> None:
+        device.current().synchronize()
+
+    def checkpoint_state(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state.get(parameter)
+        if not state:
+            return {}
+        held = {key: local_of(value) for key, value in state.items() if value is not None}
+        return {"step": torch.tensor(float(self.param_groups[0]["step"])), **held}
+
+    def checkpoint_restore(self, states: Any) -> None:
+        self.state.clear()
+        for group in self.param_groups:
+            group["step"] = max((int(state["step"]) for state in states.values()), default=0)
+        for parameter, state in states.items():
+            mine: dict[str, Any] = dict.fromkeys(swap.MOMENTS)
+            for key in state.keys() & set(swap.MOMENTS):
+                mine[key] = self.allocate(parameter)
+                local_of(mine[key]).copy_(state[key])
+            self.state[parameter] = mine
+
+
 def make_optimizer(kind: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
     if kind == "swap":
         return swap.speak(swap.SwapAdamW(parameters, lr=0.01))
@@ -71,6 +96,8 @@ def make_optimizer(kind: str, parameters: list[Tensor]) -> torch.optim.Optimizer
         return swap.SwapAdamW(parameters, lr=0.01)
     if kind == "mapped":
         return swap.MappedAdamW(parameters, lr=0.01, allocate=_swapped)
+    if kind == "mapped, speaking":
+        return SpeakingMapped(parameters, lr=0.01, allocate=_swapped)
     how = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
     return torch.optim.AdamW(parameters, lr=0.01, **how[kind])
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_ckpt.device_failures import own_error
 from torchtitan_ckpt.errors import CheckpointError, DamagedError, Problem
 from torchtitan_ckpt.formats.box_reads import (
     GAP,
@@ -95,12 +96,12 @@ class _Loader:
         try:
             with torch.no_grad():  # a setting of each thread
                 task()
-        except CheckpointError as error:
-            self.failures.append(error)
         except Exception as error:
-            problem = Problem(code="dcp.load", what=f"{type(error).__name__}: {error}")
-            failure = DamagedError(problem)
-            failure.__cause__ = error
+            failure = own_error(error)  # a device that fails says nothing about the files
+            if not isinstance(failure, CheckpointError):
+                problem = Problem(code="dcp.load", what=f"{type(error).__name__}: {error}")
+                failure = DamagedError(problem)
+                failure.__cause__ = error
             self.failures.append(failure)
 
     def _tasks(self, file: File, jobs: list[Job]) -> Iterator[Callable[[], None]]:
