@@ -146,7 +146,9 @@ class Point:
 
 
 @pytest.mark.parametrize(
-    "value", [Point(), Point, lambda: 1, [Point()], {"a": {1: Point}}], ids=str
+    "value",
+    [Point(), Point, lambda: 1, [Point()], {"a": {1: Point}}],
+    ids=["object", "class", "lambda", "in-list", "in-dict"],
 )
 def test_what_no_file_holds_is_refused_by_name(value: Any) -> None:
     with pytest.raises(SaveError, match=r"odd cannot be saved") as caught:

@@ -594,7 +594,9 @@ def test_a_recorded_none_beats_a_tensor_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), lambda x: x, Path, Net(), torch.eye(3).to_sparse()], ids=str
+    "value",
+    [object(), lambda x: x, Path, Net(), torch.eye(3).to_sparse()],
+    ids=["object", "lambda", "class", "module", "sparse"],
 )
 def test_values_no_file_holds_are_refused_by_name(value: Any) -> None:
     net = make_net()
