@@ -13,7 +13,7 @@ from torchtitan_ckpt.manifest import is_floating
 
 
 def policy(lab: Lab) -> Iterator[Finding]:
-    """Dtypes out are dtypes in: the model's own, all in bf16, and some pinned to fp32."""
+    """Dtypes out are dtypes in: the model's own, all in bf16, and several in one model."""
     seen: set[str] = set()
     for name, native in _variants(lab):
         out = lab.trace("to_hf", native)
@@ -44,24 +44,25 @@ def _variants(lab: Lab) -> Iterator[tuple[str, Mapping[str, Leaf]]]:
     bf16 = {k: cast(leaf, "bfloat16") for k, leaf in lab.native.items()}
     if bf16 != lab.native:
         yield "a bf16 model", bf16
-    # Whole templates are pinned, so that no stack mixes dtypes. The masks tell any two templates
-    # apart, so a tensor that takes its dtype from another one shows.
-    templates = sorted({template_of(k) for k in lab.native})
+    # Three dtypes dealt out to whole templates, so that no stack mixes them; a few deals tell any
+    # two templates apart, so a tensor that takes its dtype from another one shows.
+    templates = sorted({template_of(lab.alias(k) or k) for k in lab.native})
     joined = {s for sources in lab.export.sources.values() if len(sources) > 1 for s in sources}
-    masks = range(2 if len(lab.export.leaves) > 5000 else max(1, len(templates).bit_length()))
-    for mask in masks:
-        for flip in (False, True):
-            pinned = {t for i, t in enumerate(templates) if bool(i >> mask & 1) != flip}
-            yield (
-                "a bf16 model with some tensors pinned to fp32",
-                {
-                    k: cast(
-                        leaf,
-                        "float32" if template_of(k) in pinned and k not in joined else "bfloat16",
-                    )
-                    for k, leaf in lab.native.items()
-                },
-            )
+    deals = 1
+    while 3**deals < len(templates):
+        deals += 1
+    for deal in range(deals if len(lab.export.leaves) <= 5000 else 1):
+        dtype = {t: _DEALT[i // 3**deal % 3] for i, t in enumerate(templates)}
+        yield (
+            "a model of several dtypes",
+            {
+                k: cast(leaf, "bfloat16" if k in joined else dtype[template_of(lab.alias(k) or k)])
+                for k, leaf in lab.native.items()
+            },
+        )
+
+
+_DEALT = ("bfloat16", "float32", "float16")
 
 
 def _declared(lab: Lab, key: str) -> str | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from conformance.checks._words import by_template, count
+from conformance.fingerprint import torch_dtype
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.search import subsets
 from conformance.subject import numbers_of, template_of
@@ -73,6 +76,10 @@ def _half(
     return f"is made without it, {whole}"
 
 
+# (number on the native side, number in the file, native key, file key)
+Row = tuple[tuple[int, ...], tuple[int, ...], str, str]
+
+
 def high_numbers(lab: Lab) -> Iterator[Finding]:
     """Layer and expert numbers keep their order: 10 comes after 9, not after 1."""
     layers = max((numbers_of(k)[0] for k in lab.native if numbers_of(k)), default=0)
@@ -100,9 +107,7 @@ def high_numbers(lab: Lab) -> Iterator[Finding]:
         )
 
 
-def _order(
-    rows: list[tuple[tuple[int, ...], tuple[int, ...], str, str]], noun: str
-) -> Iterator[Finding]:
+def _order(rows: list[Row], noun: str) -> Iterator[Finding]:
     for (a, b, _, before), (c, d, source, key) in itertools.pairwise(rows):
         if c > a and d < b:
             text = sorted(str(row[0][0]) for row in rows) == [
@@ -123,32 +128,45 @@ def _order(
 
 def _stacks(
     lab: Lab,
-) -> Iterator[tuple[tuple[str, list[tuple[tuple[int, ...], tuple[int, ...], str, str]]], int]]:
-    """For each stacked native tensor: (slice, file number) pairs, one per file tensor."""
-    done: set[str] = set()
-    for key, sources in lab.export.sources.items():
-        if len(sources) != 1 or key not in lab.value_hf:
-            continue
-        source = next(iter(sources))
-        if template_of(source) in done or len(numbers_of(key)) <= len(numbers_of(source)):
-            continue
-        done.add(template_of(source))
-        for name in (n for n in lab.value_native if template_of(n) == template_of(source)):
-            rows = []
-            for target in sorted(lab.export.targets().get(name, ())):
-                numbers = lab.exported.get(target)
-                place = (
-                    lab.positions.place(int(numbers.reshape(-1)[0]))
-                    if (numbers is not None and numbers.numel())
-                    else None
+) -> Iterator[tuple[tuple[str, list[Row]], int]]:
+    """For each stacked native tensor: (slice, file number) pairs, one per file tensor.
+
+    Each slice holds its own number, expanded from one value, so that size costs nothing.
+    """
+    targets = {
+        source: [t for t in names if len(numbers_of(t)) > len(numbers_of(source))]
+        for source, names in lab.export.targets().items()
+        if all(lab.export.sources[t] == {source} for t in names)
+    }
+    stacked = {s: names for s, names in targets.items() if len(names) > 1 and lab.native[s].shape}
+    if not stacked:
+        return
+    state = {k: _numbered(lab.native[k]) for k in stacked}
+    try:
+        out = lab.call("to_hf", dict(state))
+    except AdapterRaised:
+        if sum(leaf.numel for leaf in lab.native.values()) > lab.max_elements:
+            raise NotApplicable("too large") from None
+        rest = {k: _numbered(leaf) for k, leaf in lab.native.items() if k not in state}
+        out = lab.call("to_hf", {**rest, **state})
+    for source, names in stacked.items():
+        by_kind: dict[str, list[Row]] = {}
+        for name in names:
+            value = out.get(name)
+            if isinstance(value, torch.Tensor) and value.numel():
+                first = int(value[(0,) * value.dim()])
+                by_kind.setdefault(template_of(name), []).append(
+                    ((first,), numbers_of(name)[-1:], source, name)
                 )
-                if place and place.key == name and place.coordinate:
-                    rows.append((place.coordinate[:1], numbers_of(target)[-1:], name, target))
-            by_kind: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str, str]]] = {}
-            for row in rows:
-                by_kind.setdefault(template_of(row[3]), []).append(row)
-            for kind, found in by_kind.items():
-                yield (kind, sorted(found)), len(found)
+        for kind, found in by_kind.items():
+            yield (kind, sorted(found)), len(found)
+
+
+def _numbered(leaf: Leaf) -> torch.Tensor:
+    if not leaf.shape:
+        return torch.zeros((), dtype=torch_dtype(leaf.dtype))
+    line = torch.arange(leaf.shape[0]).to(torch_dtype(leaf.dtype))
+    return line.view(-1, *[1] * (len(leaf.shape) - 1)).expand(leaf.shape)
 
 
 def _probe_layer(lab: Lab, layers: int) -> str:
@@ -158,7 +176,9 @@ def _probe_layer(lab: Lab, layers: int) -> str:
         return ""
     high = _renumber(key, layers + 10)
     try:
-        return high if lab.trace("to_hf", {high: lab.native[key]}).leaves else ""
+        out = lab.trace("to_hf", {high: lab.native[key]}).leaves
+        # A layer that is handed on under its own name is an unknown key to the adapter.
+        return high if out and high not in out else ""
     except AdapterRaised:
         return ""
 

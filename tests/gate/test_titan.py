@@ -1,0 +1,80 @@
+"""torchtitan 0.3.0's own adapters, unchanged: right where they are right, told where they are not.
+
+The table of the documentation states the same; a finding that appears or goes away shows here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance import Report, check
+
+pytest.importorskip("torchtitan", reason="wants the extra 'titan'")
+pytestmark = pytest.mark.needs_titan
+
+UNKNOWN = {"keys.unknown-refused", "keys.lora-refused"}
+FOUND: dict[str, set[str]] = {
+    "titan:llama3/debugmodel": UNKNOWN,
+    "titan:qwen3/debugmodel": {*UNKNOWN, "purity.input-unchanged"},
+    "titan:qwen3/debugmodel_moe": {*UNKNOWN, "keys.half-group", "values.dtensor"},
+    "titan:deepseek_v3/debugmodel": {"keys.half-group", "values.dtensor"},
+    "titan:deepseek_v3/debugmodel?mtp=1": {"keys.half-group", "values.dtensor"},
+    "titan:kimi_k2_7/debugmodel": {"keys.half-group", "values.dtensor"},
+    "titan:gpt_oss/debugmodel": {"keys.total", "keys.index", *UNKNOWN},
+}
+
+
+def failed(report: Report) -> set[str]:
+    return {cell.check for cell in report.cells if cell.bad}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_keys_and_shapes(name: str) -> None:
+    report = check(name, level=1)
+    assert failed(report) == {c for c in FOUND[name] if c.startswith(("keys", "shapes", "dtypes"))}
+    assert report.counts["error"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_everything(name: str) -> None:
+    report = check(name)
+    assert failed(report) == FOUND[name], report.text()
+
+
+def test_llama_in_full() -> None:
+    report = check("titan:llama3/debugmodel")
+    assert failed(report) == UNKNOWN, report.text()
+    assert report.cell("values.pinned-export").verdict == "pass"
+    assert report.cell("values.pinned-import").verdict == "pass"
+
+
+def test_gpt_oss_loses_its_experts_and_the_cause_is_named() -> None:
+    report = check("titan:gpt_oss/debugmodel", checks=["keys.total"])
+    (finding,) = report.findings
+    assert finding.what == "to_hf dropped 16 of 75 native tensors"
+    assert "nearest: layers.{}.moe.routed_experts.inner_experts.mlp1_weight" in finding.cause
+    assert "layers.{0..3}.moe.routed_experts.inner_experts.mlp1_weight_EGD" in report.text()
+
+
+def test_the_callers_dict_is_changed_by_tied_qwen3() -> None:
+    report = check("titan:qwen3/debugmodel", checks=["purity.input-unchanged"])
+    (finding,) = report.findings
+    assert finding.keys == ("lm_head.weight",)
+    assert finding.actual == "added to the caller's dict"
+
+
+def test_replicated_experts_are_refused_by_name() -> None:
+    report = check("titan:deepseek_v3/debugmodel", checks=["values.dtensor"])
+    (finding,) = report.findings
+    assert finding.keys == ("layers.1.moe.routed_experts.inner_experts.w1_EFD",)
+    assert "'Replicate' object has no attribute 'dim'" in finding.actual
+
+
+@pytest.mark.slow
+def test_a_model_of_671_billion_parameters_on_meta_tensors() -> None:
+    report = check("titan:deepseek_v3/671B?mtp=1", level=1)
+    assert failed(report) == {"keys.half-group"}
+    values = check("titan:deepseek_v3/671B", checks=["values.provenance"])
+    assert "values are checked on up to 48M" in values.cells[0].reason
+    assert values.exit_code == 5
