@@ -37,10 +37,12 @@ def test_the_door_is_these_names():
 
 FLOORS = [
     {"errors"},
-    {"manifest", "config", "decision", "device", "device_failures", "state", "folder", "owner"},
-    {"mapping", "formats", "parallel", "placement", "collective"},
-    {"adapter", "families", "resolve", "hf_storage", "agree", "strict", "job", "survey"},
-    {"saving", "retention", "export", "loading", "replicas"},
+    {"manifest", "config", "decision", "device", "device_failures", "state", "folder", "owner"}
+    | {"published", "collective"},
+    {"mapping", "formats", "parallel", "agree"},
+    {"placement", "families", "hf_storage", "resolve", "strict", "job", "survey", "saving"},
+    {"adapter", "retention", "replicas"},
+    {"hf_load", "experts", "export", "loading"},
 ]
 
 
