@@ -278,6 +278,15 @@ def test_numpy_states_that_lie(state):
         plain(pickle.dumps(Fake(), 2))
 
 
+@pytest.mark.parametrize("close", [b"\x90", b"\x91"], ids=["set", "frozenset"])
+def test_members_of_sets_are_checked_before_they_are_hashed(close):
+    open_ = b"\x8f(" if close == b"\x90" else b"("
+    deep = b"\x80\x04" + open_ + b")" + b"\x85" * 200_000 + close + b"."
+    with pytest.raises(RefusedError, match="nested"):
+        plain(deep)
+    assert plain(b"\x80\x04" + open_ + b"K\x01K\x02" + close + b".") == {1, 2}
+
+
 def _small_metadata() -> bytes:
     return (FIXTURES / "dcp" / "handmade-2.4" / ".metadata").read_bytes()
 

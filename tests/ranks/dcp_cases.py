@@ -143,3 +143,23 @@ def fail_on(rank: int, path: str, how: str) -> tuple[str, str]:
         if dist.get_rank() == rank and how == "full":
             os.fsync = real
     return "", ""
+
+
+def interleaved(path: str) -> list[int]:
+    """A strided shard whose local rows are two blocks of the whole."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(8 * 3.0).reshape(8, 3)
+    rank = dist.get_rank()
+    rows = [0, 1, 4, 5] if rank == 0 else [2, 3, 6, 7]
+    placement = [_StridedShard(0, split_factor=2)]
+    state = {"w": DTensor.from_local(full[rows].clone(), mesh, placement, run_check=False)}
+    dcp.save(state, path)
+    whole = {"w": torch.full((8, 3), float("nan"))}
+    dcp.load(path, whole)
+    assert torch.equal(whole["w"], full), whole["w"]
+    state["w"].to_local().fill_(float("nan"))
+    dcp.load(path, state)
+    assert torch.equal(state["w"].to_local(), full[rows])
+    return [len(dcp.read_manifest(path).tensors["w"].shards), len(rows)]

@@ -99,3 +99,7 @@ def test_one_rank_that_fails_fails_all_with_its_cause(
     if how == "full":
         assert all("(rank 1)" in text for _, text in results)
     assert not (tmp_path / "s" / ".metadata").exists()
+
+
+def test_a_shard_of_several_blocks_is_saved_as_those_blocks(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(cases.interleaved, 2, str(tmp_path / "s")) == [[4, 4], [4, 4]]
