@@ -3,7 +3,7 @@
     python tests/benchmarks/dequant.py [--runs 5] [--cold]
 
 "in memory" is the plain vectorised formula on codes and scales that are already tensors; it reads
-nothing. Ratios of medians of one run, with warm page cache unless `--cold`. A script, not a test.
+nothing. torch's reader is timed where it fills the whole target. Ratios of medians of one run, with warm page cache unless `--cold`. A script, not a test.
 """
 
 from __future__ import annotations
@@ -55,6 +55,16 @@ def compare(title: str, calls: dict[str, Callable[[], object]], root: Path, args
         print(f"  torch / ours     = {medians['torch'] / medians['ours']:.2f}")
 
 
+def filled(target: Tensors, load: Callable[[], object]) -> float:
+    """The share of a target that a load writes at all."""
+    for value in target.values():
+        value.fill_(torch.nan)
+    load()
+    return 1 - sum(v.isnan().sum().item() for v in target.values()) / sum(
+        v.numel() for v in target.values()
+    )
+
+
 def fp8(root: Path, dtype: torch.dtype, shapes: list[tuple[int, int]], args) -> None:
     tensors: Tensors = {}
     pairs = []
@@ -77,6 +87,7 @@ def fp8(root: Path, dtype: torch.dtype, shapes: list[tuple[int, int]], args) -> 
         "torch": lambda: dcp.load(target, storage_reader=reader(), no_dist=True),
         "ours": lambda: hf.load(root, target, dequantize=True),
     }
+    assert filled(target, calls["torch"]) == filled(target, calls["ours"]) == 1
     size = sum(codes.numel() for codes, _ in pairs) / 2**20
     compare(f"fp8 blocks to {dtype}, {len(shapes)} tensors, {size:.0f} MiB", calls, root, args)
 
@@ -101,11 +112,17 @@ def mxfp4(root: Path, dtype: torch.dtype, args) -> None:
             out[name].copy_(values.transpose(-1, -2) if transposed else values)
 
     reader = lambda: QuantizedHuggingFaceStorageReader(str(root), target_dtype=dtype)  # noqa: E731
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "in memory": lambda: in_memory(target, False),
         "torch": lambda: dcp.load(target, storage_reader=reader(), no_dist=True),
         "ours": lambda: hf.load(root, target, dequantize=True),
     }
+    # torch 2.13 reads a chunk of [experts, out, in/32] elements of the unpacked tensor and leaves
+    # the rest as it was, without a word: a time for that compares with nothing.
+    share = filled(target, calls["torch"])
+    if share < 1:
+        print(f"torch fills {share:.1%} of an mxfp4 tensor; its time is left out")
+        del calls["torch"]
     compare(f"mxfp4 to {dtype}, as stored", calls, root, args)
     calls = {
         "in memory": lambda: in_memory(flat, True),
