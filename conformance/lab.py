@@ -126,7 +126,11 @@ class Lab:
         out = self.call(direction, copy, adapter)
         if not isinstance(out, Mapping):
             raise AdapterRaised(direction, TypeError(f"returned {type(out).__name__}, not a dict"))
-        return {k: v for k, v in out.items() if isinstance(k, str) and isinstance(v, torch.Tensor)}
+        return {
+            k: v
+            for k, v in out.items()
+            if isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided
+        }
 
     # -- traces ---------------------------------------------------------------------------------
 

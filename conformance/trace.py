@@ -54,10 +54,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         sources: frozenset[str] = frozenset()
         for value in tree_flatten((args, kwargs))[0]:
-            if isinstance(value, torch.Tensor):
+            if _dense(value):
                 sources |= self._sources.get(_storage(value), frozenset())
         for value in tree_flatten(out)[0]:
-            if isinstance(value, torch.Tensor):
+            if _dense(value):
                 self._alive.append(value)
                 place = _storage(value)
                 self._sources[place] = self._sources.get(place, frozenset()) | sources
@@ -67,13 +67,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The trace of a conversion's returned dict."""
         leaves, sources, odd = {}, {}, {}
         for key, value in outputs.items():
-            leaf = leaf_of(value) if isinstance(value, torch.Tensor) else None
+            leaf = leaf_of(value) if _dense(value) else None
             if leaf is None or not isinstance(key, str):
-                odd[str(key)] = type(value).__name__ if isinstance(key, str) else "key not a str"
+                odd[str(key)] = _what(value) if isinstance(key, str) else "a key that is no str"
                 continue
             leaves[key] = leaf
             sources[key] = self._sources.get(_storage(value), frozenset())
         return Trace(leaves, sources, odd)
+
+
+def _dense(value: Any) -> bool:
+    """Whether a value is a tensor with a storage; sparse ones have none."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.layout} tensor"
+    return type(value).__name__
 
 
 def _storage(tensor: torch.Tensor) -> int:

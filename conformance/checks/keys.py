@@ -185,6 +185,7 @@ def exact(lab: Lab) -> Iterator[Finding]:
 def import_(lab: Lab) -> Iterator[Finding]:
     """`from_hf` returns the model's keys and uses every key it is given."""
     back, exported = lab.imported, lab.export.used()
+    used = back.used()
     missing = [
         k
         for k in lab.native
@@ -198,7 +199,7 @@ def import_(lab: Lab) -> Iterator[Finding]:
     unused = [
         k
         for k in lab.export.leaves
-        if k not in back.used() and k not in lab.hf_tied and not lab.hf_only(k)
+        if k not in used and k not in lab.hf_tied and not lab.hf_only(k)
     ]
     if missing:
         near = nearest(missing[0], extra)
@@ -232,7 +233,7 @@ def index(lab: Lab) -> Iterator[Finding]:
         raise NotApplicable("the subject's adapter factory takes no hf_assets_path")
     written = list(lab.export.leaves)
     try:
-        listed = [*written, *(k for k in lab.hf.leaves if k not in written)]
+        listed = [*written, *(k for k in lab.hf.leaves if k not in lab.export.leaves)]
     except NotApplicable:
         listed = list(written)
     listed += [a for a in lab.may.tied if a not in listed and template_is_file_key(a, written)]
@@ -255,7 +256,7 @@ def index(lab: Lab) -> Iterator[Finding]:
             remedy="read model.safetensors.index.json of hf_assets_path",
         )
         return
-    stale = [k for k in mapping if k not in written]
+    stale = [k for k in mapping if k not in lab.export.leaves]
     absent = [k for k in written if k not in mapping]
     moved = [k for k in written if k in mapping and mapping[k] != files[k]]
     for what, keys in (

@@ -174,11 +174,17 @@ def _same(
         full = got.full_tensor() if isinstance(got, DTensor) else got
         if not isinstance(full, torch.Tensor):
             wrong[key] = ("a tensor", type(got).__name__ if key in out else "left out")
+        elif full.layout != torch.strided:
+            wrong[key] = ("a dense tensor", str(full.layout))
         elif tuple(full.shape) != tuple(value.shape):
             wrong[key] = (f"shape {tuple(value.shape)}", f"shape {tuple(full.shape)}")
         elif not same_bits(full, value):
             wrong[key] = ("the value of the plain tensor", "another value")
-    new = [k for k, v in out.items() if k not in plain and isinstance(v, torch.Tensor)]
+    new = [
+        k
+        for k, v in out.items()
+        if k not in plain and isinstance(v, torch.Tensor) and v.layout == torch.strided
+    ]
     wrong.update(dict.fromkeys(new, ("no such key", "a new key")))
     for (expected, actual), keys in by_words(wrong):
         yield Finding(

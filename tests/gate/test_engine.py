@@ -175,7 +175,7 @@ def test_calls_can_be_wrapped_for_adapters_that_want_more_arguments() -> None:
 
 
 def test_a_model_too_large_for_values_is_checked_on_some_layers_and_says_so() -> None:
-    report = check(right.subject(**BLIND), max_elements=4000, level=2)
+    report = check(right.subject(**BLIND), max_elements=7000, level=2)
     assert report.ok, report.text()
     assert any("values are checked on layers.0" in note for note in report.notes)
     tiny = check(right.subject(**BLIND), max_elements=100, level=2)

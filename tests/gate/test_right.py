@@ -16,7 +16,7 @@ from tests.specimens.specimen import BLIND, TiedRight
 
 
 def clean(subject: Subject) -> Report:
-    report = check(subject)
+    report = check(subject, level=4)
     assert report.ok, report.text()
     assert report.counts["pass"] >= 20
     return report

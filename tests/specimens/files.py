@@ -173,19 +173,22 @@ class PlainForQuantized(Right):
         return super().get_hf_storage_reader(path)
 
 
-class OtherBlocks(Right):
-    """Scales are taken for blocks of another size."""
+class OtherScales(Right):
+    """Each scale is applied twice."""
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        if not from_quantized:
-            return super().get_hf_storage_reader(path)
-        from torch.distributed.checkpoint.quantized_hf_storage import (
-            QuantizedHuggingFaceStorageReader,
-        )
+        inner = super().get_hf_storage_reader(path, from_quantized)
+        read = inner.read_data
 
-        return QuantizedHuggingFaceStorageReader(
-            path=path, target_dtype=torch.float32, block_size=64
-        )
+        def wrong(plan: Any, planner: Any) -> Any:
+            done = read(plan, planner)
+            for value in planner.state_dict.values():
+                if from_quantized and isinstance(value, torch.Tensor):
+                    value.mul_(0.25)
+            return done
+
+        inner.read_data = wrong
+        return inner
 
 
 class ReversesRows(Right):
@@ -335,7 +338,7 @@ SPECIMENS: tuple[Specimen, ...] = (
         BLIND,
     ),
     Specimen(
-        "scales-of-other-blocks", "files.quantized", ".weight", OtherBlocks, "FP8-08", False, BLIND
+        "scales-applied-twice", "files.quantized", ".weight", OtherScales, "FP8-08", False, BLIND
     ),
     Specimen(
         "other-logits",

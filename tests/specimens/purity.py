@@ -125,6 +125,8 @@ def purity() -> list[Specimen]:
             out = super().to_hf(state_dict)
             if HEAD in out:
                 out["mtp.head.weight"] = out[HEAD]
+                if self.fqn_to_index_mapping is not None:
+                    self.fqn_to_index_mapping = {k: v for k, v in self.listed.items() if k in out}
             return out
 
         def from_hf(self, hf_state_dict: State) -> State:
@@ -133,20 +135,20 @@ def purity() -> list[Specimen]:
             )
 
     class Negated(Right):
-        """A complex product leaves the sign to be applied by whoever reads the tensor."""
+        """The sign is left to be applied by whoever reads the tensor, as complex views do."""
 
         def to_hf(self, state_dict: State) -> State:
             out = super().to_hf(state_dict)
             norm = out.get("model.norm.weight")
             if norm is not None and right.is_plain(norm) and norm.dtype == torch.float32:
-                out["model.norm.weight"] = torch.complex(norm, -norm).conj().imag
+                out["model.norm.weight"] = torch._neg_view(-norm)
             return out
 
     class Sparse(Right):
         def to_hf(self, state_dict: State) -> State:
             out = super().to_hf(state_dict)
             norm = out.get("model.norm.weight")
-            if norm is not None and right.is_plain(norm) and bool(norm.is_cpu):
+            if norm is not None and right.is_plain(norm):
                 out["model.norm.weight"] = norm.to_sparse()
             return out
 
@@ -238,7 +240,7 @@ def purity() -> list[Specimen]:
         ),
         Specimen(
             "sparse-output",
-            "purity.contiguous-when-saved",
+            "keys.leaves",
             "model.norm.weight",
             Sparse,
             "FUS-06",
