@@ -3,7 +3,8 @@
     python tests/benchmarks/dequant.py [--runs 5] [--cold]
 
 "in memory" is the plain vectorised formula on codes and scales that are already tensors; it reads
-nothing. torch's reader is timed where it fills the whole target. Ratios of medians of one run, with warm page cache unless `--cold`. A script, not a test.
+nothing. torch's reader is timed where it fills the whole target. Ratios of medians of one run,
+with warm page cache unless `--cold`. A script, not a test.
 """
 
 from __future__ import annotations
