@@ -125,7 +125,7 @@ class CheckpointManager:
         else:
             self._save_full(step, wait=last_step)
         verb = "staged" if self._pending else "saved"
-        logger.info("%s step %d in %.2f s", verb, step, time.monotonic() - start)
+        self._log(logging.INFO, f"{verb} step {step} in {time.monotonic() - start:.2f} s")
         return True
 
     def maybe_wait_for_staging(self) -> None:
