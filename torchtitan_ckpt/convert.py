@@ -111,17 +111,15 @@ class _Job:
             with self.ranks.together("comparing tied tensors"):
                 if main:
                     run.compare_ties(self.conversion.ties, self.conversion.source, self.piece)
-            single = None
-            try:
-                single = {"hf": self._hf, "dcp": self._dcp, "pt": self._pt}[
-                    self.conversion.target_format
-                ]()
-                if not self.options.no_verify:
+            write = {"hf": self._hf, "dcp": self._dcp, "pt": self._pt}
+            single = write[self.conversion.target_format]()
+            if not self.options.no_verify:
+                try:
                     self._verify(single)
-            except SaveError as error:
-                if main and error.problems[0].code == "convert.verify":
-                    self.place.remove()
-                raise
+                except CheckpointError:
+                    if main:
+                        self.place.remove()  # nothing of it can be trusted to go on from
+                    raise
             assets: list[str] = []
             with self.ranks.together("putting the result in place"):
                 if main:

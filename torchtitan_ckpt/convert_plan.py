@@ -6,16 +6,13 @@ Everything that can be refused is refused here, before anything is written.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from torchtitan_ckpt import convert_names as names
 from torchtitan_ckpt.adapter import StateDictAdapter
-from torchtitan_ckpt.config import TRAINING_STATES
+from torchtitan_ckpt.convert_account import is_plain, kept_keys, missing, refuse_unfit, state_of
 from torchtitan_ckpt.convert_layouts import layouts_of
 from torchtitan_ckpt.convert_options import Format, Options, check, target_format
 from torchtitan_ckpt.convert_probe import adapted_units
@@ -24,14 +21,13 @@ from torchtitan_ckpt.convert_units import Plain, Planned, Quantizing, Stored, Un
 from torchtitan_ckpt.errors import MismatchError, Problem, RefusedError, list_keys
 from torchtitan_ckpt.formats import detect
 from torchtitan_ckpt.formats.quantized import is_quantized
-from torchtitan_ckpt.manifest import Manifest, TensorEntry, is_floating
+from torchtitan_ckpt.manifest import TensorEntry, is_floating
 from torchtitan_ckpt.mapping.compose import compose
 from torchtitan_ckpt.mapping.mapping import Mapping as KeyMapping
 from torchtitan_ckpt.mapping.plan import Plan as KeyPlan
 from torchtitan_ckpt.mapping.planner import plan_to_hf
-from torchtitan_ckpt.mapping.rule import HF, NATIVE, Rule, Tied
+from torchtitan_ckpt.mapping.rule import HF, NATIVE
 
-logger = logging.getLogger(__name__)
 _FORMATS: Mapping[str | None, Format] = {"dcp": "dcp", "hf": "hf", "torch": "pt"}
 
 
@@ -58,7 +54,6 @@ class Conversion:
     dequantized: bool = False
     raw: bool = False
     fallback_bytes: int = 0
-    info: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -103,35 +98,12 @@ def _open(options: Options, source: Format, target: Format, stack: contextlib.Ex
         if source != "hf":
             # Averages are of models: moments of several runs have no mean that means anything.
             only = "model" if options.average else options.only
-            one = Part(one, _kept(one.manifest, only, options.exclude))
+            one = Part(one, kept_keys(one.manifest, only, options.exclude))
         opened.append(one)
     if len(opened) == 1:
         return opened[0]
     weights = options.weights or (1 / len(opened),) * len(opened)
     return Average(opened, weights)
-
-
-def state_of(key: str) -> str:
-    """The part of a training step that a native key belongs to."""
-    head = key.partition(".")[0]
-    return head if head in TRAINING_STATES else "model"
-
-
-def _kept(manifest: Manifest, only: str | None, exclude: tuple[str, ...]) -> list[str]:
-    present = {state_of(key) for key in manifest.keys}
-    unknown = [name for name in exclude if name not in present]
-    if unknown:
-        raise MismatchError(
-            Problem(
-                code="convert.exclude",
-                what=f"nothing of {', '.join(unknown)} is in the checkpoint",
-                where=manifest.path,
-                expected=f"some of {', '.join(sorted(present))}",
-                fix="correct --exclude",
-            )
-        )
-    keys = [k for k in (*manifest.tensors, *manifest.objects) if state_of(k) not in exclude]
-    return keys if only is None else [k for k in keys if state_of(k) == only]
 
 
 class _Decider:
@@ -249,7 +221,7 @@ class _Decider:
         adapter = native.adapter
         expected = adapter.hf_entries()
         plan = adapter.plan_to_hf(tensors, self.options.export_dtype)
-        if self._missing(adapter.mapping, HF, plan, expected):
+        if missing(adapter.mapping, HF, plan, expected):
             shorter = names.named(
                 model,
                 self.options,
@@ -263,7 +235,7 @@ class _Decider:
                 without = shorter.plan_to_hf(tensors, self.options.export_dtype)
             except ValueError:  # the source has MTP layers after all
                 without = None
-            if without is not None and not self._missing(shorter.mapping, HF, without, fewer):
+            if without is not None and not missing(shorter.mapping, HF, without, fewer):
                 adapter, plan, expected = shorter, without, fewer
                 self.notes.append("the model was built without MTP layers: none are written")
         self.route = f"{adapter.mapping.name} -> Hugging Face"
@@ -360,21 +332,6 @@ class _Decider:
 
     # Completeness and words
 
-    def _missing(
-        self, table: KeyMapping, side: int, plan: KeyPlan, expected: Mapping[str, TensorEntry]
-    ) -> list[str]:
-        """Expected keys of `side` that the plan does not make, but for declared losses."""
-        made = plan.targets
-        out = []
-        for key in expected:
-            if key in made:
-                continue
-            match = table.index(side).match(key)
-            entry = None if match is None else table.entries[match.entry]
-            if isinstance(entry, (Rule, Tied)):
-                out.append(key)
-        return out
-
     def _account(
         self,
         table: KeyMapping,
@@ -383,39 +340,8 @@ class _Decider:
         expected: Mapping[str, TensorEntry],
     ) -> None:
         """Refuse an incomplete or misshapen result; note what is left out and what is tied."""
-        problems = []
-        missing = self._missing(table, 1 - source_side, plan, expected)
-        if missing:
-            problems.append(
-                Problem(
-                    code="convert.incomplete",
-                    what=f"{len(missing)} tensors of the model cannot be made from the source",
-                    where=self.source.manifest.path,
-                    expected=list_keys(missing),
-                    cause="a checkpoint of a smaller model, or one that is not whole",
-                    fix="give the --config that the checkpoint was made with",
-                )
-            )
-        shapes = [
-            (key, entry.shape, expected[key].shape)
-            for key, entry in plan.targets.items()
-            if key in expected and entry.shape != expected[key].shape
-        ]
-        if shapes:
-            key, actual, wanted = shapes[0]
-            problems.append(
-                Problem(
-                    code="convert.shape",
-                    what=f"{len(shapes)} tensors would have another shape than the config says",
-                    where=list_keys([k for k, _, _ in shapes]),
-                    expected=f"{key} {list(wanted)}",
-                    actual=str(list(actual)),
-                    cause="a config of another model, or a padded vocabulary",
-                    fix="give the --config that the checkpoint was made with",
-                )
-            )
-        if problems:
-            raise MismatchError(*problems)
+        absent = missing(table, 1 - source_side, plan, expected)
+        refuse_unfit(absent, plan, expected, self.source.manifest.path)
         self.left_out += map(str, table.left_out(self.model_keys, source_side))
         present = set(self.model_keys)
         self.ties = tuple(
@@ -436,7 +362,7 @@ class _Decider:
 
     def _say_unplain(self, keys: tuple[str, ...]) -> None:
         values = self.source.objects(keys)
-        odd = [key for key, value in values.items() if not _is_plain(value)]
+        odd = [key for key, value in values.items() if not is_plain(value)]
         if odd:
             self.notes.append(
                 f"{list_keys(odd)}: values that torch.load takes with weights_only=False only"
@@ -451,13 +377,3 @@ class _Decider:
             "no config.json was found to copy: readers of Hugging Face files want one"
         )
         return None
-
-
-def _is_plain(value: object) -> bool:
-    """Whether torch.load takes a value with weights_only=True."""
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, (*value.keys(), *value.values())))
-    if isinstance(value, (list, tuple, set)):
-        return type(value) in (list, tuple, set, torch.Size) and all(map(_is_plain, value))
-    plain = (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
-    return value is None or type(value) in plain or isinstance(value, torch.Tensor)

@@ -105,30 +105,39 @@ class Workspace:
             yield
             return
         path = self.root.with_name(self.root.name + ".lock")
+        handle = -1
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise SaveError(write_problem(path, "made", error)) from error
-        try:
+            while True:
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Whoever held it before may have removed the file that was opened.
+                    if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
+                        break
+                    os.close(handle)
+                except BlockingIOError as error:
+                    raise SaveError(self._running()) from error
+                except OSError as error:
+                    if handle < 0:
+                        raise SaveError(write_problem(path, "made", error)) from error
+                    break  # a file system without locks
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise SaveError(
-                    Problem(
-                        code="convert.running",
-                        what="another conversion writes to this target",
-                        where=str(self.target),
-                        fix="wait for it, or name another target",
-                    )
-                ) from error
-            except OSError:
-                pass  # a file system without locks
-            yield
-            with contextlib.suppress(OSError):
-                path.unlink()
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink()
         finally:
-            os.close(handle)
+            if handle >= 0:
+                os.close(handle)
+
+    def _running(self) -> Problem:
+        return Problem(
+            code="convert.running",
+            what="another conversion writes to this target",
+            where=str(self.target),
+            fix="wait for it, or name another target",
+        )
 
     def publish(self, single: str | None, *, sync_files: bool) -> None:
         """Give the finished result its name: the whole folder, or its one file."""

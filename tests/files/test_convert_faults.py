@@ -1,0 +1,325 @@
+"""`convert` killed, interrupted, shared by ranks, short of memory, and reading back wrong bytes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.files.convert_lab import (
+    FIXTURES,
+    dcp_tensors,
+    full_step,
+    go,
+    hf_tensors,
+    native_of,
+    same_dict,
+    save_dcp,
+)
+from torchtitan_ckpt.errors import CheckpointError, SaveError
+from torchtitan_ckpt.formats import detect, read_manifest
+
+ROOT = Path(__file__).parents[2]
+MOE = FIXTURES / "moe"
+
+
+def command(*words):
+    return [sys.executable, "-m", "torchtitan_ckpt", "convert", *map(str, words)]
+
+
+def stopping_after(count, *words):
+    """The command in a process that kills itself, as the system would, at its n-th piece."""
+    code = (
+        "import os, signal, sys\n"
+        "from torchtitan_ckpt import convert_run\n"
+        "from torchtitan_ckpt.cli import main\n"
+        "left = [int(sys.argv[1])]\n"
+        "old = convert_run._quietly\n"
+        "def quietly(job):\n"
+        "    left[0] -= 1\n"
+        "    if left[0] < 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return old(job)\n"
+        "convert_run._quietly = quietly\n"
+        "sys.exit(main(sys.argv[2:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(count), "convert", *map(str, words)], cwd=ROOT, check=False
+    )
+    return done.returncode
+
+
+@pytest.mark.parametrize("after", [1, 100])
+def test_hugging_face_output_goes_on_after_a_kill(after, tmp_path):
+    go(MOE, tmp_path / "dcp")
+    dst = tmp_path / "step-5"
+    words = (tmp_path / "dcp", dst, "--config", MOE, "--max-shard-size", "40KB", "--threads", "1")
+    assert stopping_after(after, *words) == -signal.SIGKILL
+    assert not dst.exists()
+    left = [p.name for p in tmp_path.iterdir() if p.name != "dcp"]
+    assert left
+    assert not any("step-" in name for name in left)
+    assert all(detect(tmp_path / name).format is None for name in left)
+    finished = [p for p in tmp_path.rglob("model-*.safetensors") if p.is_file()]
+    before = {p.name: p.stat().st_mtime_ns for p in finished}
+    assert bool(before) == (after > 1)
+    done = subprocess.run(
+        command(*words, "--json"), cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout)["resumed"] is True
+    assert same_dict(hf_tensors(dst), hf_tensors(MOE))
+    assert all((dst / name).stat().st_mtime_ns == when for name, when in before.items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "step-5"]
+
+
+def test_dcp_output_goes_on_after_a_kill(tmp_path, monkeypatch):
+    from torchtitan_ckpt import convert, convert_run
+    from torchtitan_ckpt.formats import dcp_stream
+
+    class Small(dcp_stream.DcpStreamWriter):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options, max_file_bytes=40_000)
+
+    monkeypatch.setattr(convert, "DcpStreamWriter", Small)
+    old, made = convert_run._quietly, []
+
+    class Stop(BaseException):
+        pass
+
+    def quietly(job):
+        made.append(job)
+        if len(made) == 20:
+            raise Stop
+        return old(job)
+
+    monkeypatch.setattr(convert_run, "_quietly", quietly)
+    with pytest.raises(Stop):
+        go(MOE, tmp_path / "step-1", threads=1)
+    assert not (tmp_path / "step-1").exists()
+    kept = {p.name for p in tmp_path.rglob("*.distcp")}
+    assert kept
+    made.clear()
+    monkeypatch.setattr(convert_run, "_quietly", lambda job: made.append(job) or old(job))
+    done = go(MOE, tmp_path / "step-1", threads=1, no_verify=True)
+    assert done.resumed
+    assert len(made) < done.tensors
+    assert kept < {p.name for p in (tmp_path / "step-1").iterdir()}
+    assert same_dict(dcp_tensors(tmp_path / "step-1", tmp_path / "x.pt"), native_of("moe"))
+
+
+def test_another_command_does_not_go_on_from_what_was_left(tmp_path):
+    go(MOE, tmp_path / "dcp")
+    words = (tmp_path / "dcp", tmp_path / "hf", "--config", MOE, "--max-shard-size", "40KB")
+    assert stopping_after(90, *words) == -signal.SIGKILL
+    done = go(
+        tmp_path / "dcp",
+        tmp_path / "hf",
+        config=str(MOE),
+        max_shard_size="40KB",
+        export_dtype="float32",
+    )
+    assert not done.resumed
+    assert all(v.dtype == torch.float32 for v in hf_tensors(tmp_path / "hf").values())
+
+
+def test_pt_after_a_kill_begins_anew(tmp_path):
+    save_dcp(full_step(), tmp_path / "dcp")
+    assert stopping_after(40, tmp_path / "dcp", tmp_path / "x.pt") == -signal.SIGKILL
+    assert not (tmp_path / "x.pt").exists()
+    go(tmp_path / "dcp", tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["train_state"]["ntokens"] == 12345
+
+
+def test_a_second_conversion_to_one_target_is_told(tmp_path):
+    from torchtitan_ckpt.convert_workspace import Workspace
+
+    with (
+        Workspace(tmp_path / "dcp", "w").locked(),
+        pytest.raises(SaveError, match="another conversion"),
+    ):
+        go(MOE, tmp_path / "dcp")
+    go(MOE, tmp_path / "dcp")
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+def test_wrong_bytes_are_found_and_nothing_is_put_in_place(to, tmp_path, monkeypatch):
+    """What was written is changed on the disk before it is compared."""
+    from torchtitan_ckpt import convert
+
+    go(MOE, tmp_path / "dcp")
+    key = "layers.2.attention.wo.weight"
+    before = convert._Job._verify
+
+    def flip(self, single):
+        name = "model.layers.2.self_attn.o_proj.weight" if to == "hf" else key
+        path = self.place.out / single if single else self.place.out
+        (shard,) = read_manifest(path).tensors[name].shards
+        file = path if single else path / shard.file
+        data = bytearray(file.read_bytes())
+        item = data[shard.byte_offset : shard.byte_offset + shard.byte_length]
+        at = item.find(bytes(native_of("moe")[key].view(torch.uint8).flatten()[:64].tolist()))
+        data[shard.byte_offset + at + 5] ^= 1
+        file.write_bytes(data)
+        before(self, single)
+
+    monkeypatch.setattr(convert._Job, "_verify", flip)
+    with pytest.raises(CheckpointError) as caught:
+        go(tmp_path / "dcp", tmp_path / "out", to=to, config=str(MOE))
+    assert caught.value.problems[0].code in ("convert.verify", "dcp.checksum")
+    assert [p.name for p in tmp_path.iterdir()] == ["dcp"]
+    monkeypatch.undo()
+    monkeypatch.setattr(convert._Job, "_verify", flip)
+    go(tmp_path / "dcp", tmp_path / "out", to=to, config=str(MOE), no_verify=True)
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+def test_ranks_share_the_work(to, tmp_path):
+    go(MOE, tmp_path / "dcp")
+    dst = tmp_path / ("x.pt" if to == "pt" else "out")
+    words = command(
+        tmp_path / "dcp", dst, "--to", to, "--config", MOE, "--max-shard-size", "40KB", "--json"
+    )
+    port = str(20000 + os.getpid() % 20000)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert json.loads(outputs[0])["verified"] is True
+    assert outputs[1:] == ["", ""]
+    if to == "hf":
+        assert same_dict(hf_tensors(dst), hf_tensors(MOE))
+    elif to == "dcp":
+        assert {p.name for p in dst.iterdir()} >= {f"__{n}_0.distcp" for n in range(3)}
+        assert same_dict(dcp_tensors(dst, tmp_path / "y.pt"), native_of("moe"))
+    else:
+        assert same_dict(torch.load(dst, weights_only=True), native_of("moe"))
+
+
+def test_every_rank_fails_when_one_does(tmp_path):
+    go(MOE, tmp_path / "dcp")
+    (tmp_path / "out").write_text("taken")
+    port = str(20000 + (os.getpid() + 7) % 20000)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            command(tmp_path / "dcp", tmp_path / "out", "--to", "dcp"),
+            cwd=ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [3, 3]
+    assert all("exists already" in error for error in errors)
+
+
+PEAK = """
+import sys, threading, time
+import torch, torch.distributed.checkpoint
+from torchtitan_ckpt import convert
+from torchtitan_ckpt.convert_options import Options
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(l.split()[1]) for l in file if l.startswith("RssAnon")) * 1024
+
+start = anonymous()
+peak, over = [start], threading.Event()
+def watch():
+    while not over.is_set():
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+src, dst, window, *rest = sys.argv[1:]
+convert.convert(Options(src=src, dst=dst, window=int(window), threads=2, no_sync=True,
+                        to=rest[0], config=rest[1] if len(rest) > 1 else None))
+over.set()
+thread.join()
+print(peak[0] - start)
+"""
+
+
+def peak_of(*words):
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, words)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+def test_a_stacked_expert_tensor_larger_than_the_window(to, tmp_path):
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "moe_intermediate_size": 1024,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_experts": 128,
+        "vocab_size": 24,
+        "expert_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from torchtitan_ckpt.adapter import MappingAdapter
+
+    entries = MappingAdapter(tmp_path).native_entries()
+    state = {k: torch.full(e.shape, float(i)) for i, (k, e) in enumerate(entries.items())}
+    assert max(t.nbytes for t in state.values()) == 64 * 2**20
+    save_dcp(state, tmp_path / "dcp")
+    del state
+    peak = peak_of(tmp_path / "dcp", tmp_path / "out", 8 * 2**20, to, tmp_path)
+    # The window, the stages of reading and writing, and what Python allocates meanwhile.
+    assert peak < 48 * 2**20, peak / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    for layers in (24, 96):
+        state = {f"layers.{i}.w": torch.full((512, 1024), float(i)) for i in range(layers)}
+        save_dcp(state, tmp_path / f"d{layers}")
+    small = peak_of(tmp_path / "d24", tmp_path / "a.pt", 16 * 2**20, "pt")
+    large = peak_of(tmp_path / "d96", tmp_path / "b.pt", 16 * 2**20, "pt")
+    assert large < small + 24 * 2**20, (small, large)  # 144 MiB more of model
+
+
+def test_interrupted_by_hand(tmp_path):
+    save_dcp({f"layers.{i}.w": torch.zeros(256, 1024) for i in range(64)}, tmp_path / "dcp")
+    process = subprocess.Popen(
+        command(tmp_path / "dcp", tmp_path / "x.pt", "--window", "64KiB"),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    limit = time.monotonic() + 60
+    while not list(tmp_path.glob(".convert-*/out")) and time.monotonic() < limit:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "interrupted" in error
+    assert not (tmp_path / "x.pt").exists()
