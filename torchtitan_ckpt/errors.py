@@ -115,6 +115,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 _NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
 
 
+def key_template(key: str) -> str:
+    """What a key has in common with those of its group: every whole number taken out."""
+    return _NUMBER.sub("\0", key)
+
+
 def group_keys(keys: Iterable[str]) -> list[tuple[str, int]]:
     """Group keys that differ only in whole numbers: `layers.{0..3}.w1` with a count.
 
@@ -124,7 +129,7 @@ def group_keys(keys: Iterable[str]) -> list[tuple[str, int]]:
     groups: dict[str, list[tuple[int, ...]]] = {}
     for key in keys:
         numbers = tuple(int(n) for n in _NUMBER.findall(key))
-        groups.setdefault(_NUMBER.sub("\0", key), []).append(numbers)
+        groups.setdefault(key_template(key), []).append(numbers)
     out = []
     for template, rows in groups.items():
         text = template

@@ -16,14 +16,20 @@ from typing import Any
 
 from torchtitan_ckpt import families
 from torchtitan_ckpt import folder as folders
-from torchtitan_ckpt.errors import CheckpointError, InputError, NotFoundError, Problem, group_keys
+from torchtitan_ckpt.errors import (
+    CheckpointError,
+    InputError,
+    NotFoundError,
+    Problem,
+    group_keys,
+    key_template,
+)
 from torchtitan_ckpt.errors import nearest as nearest_name
 from torchtitan_ckpt.formats import Detection, detect, read_manifest
 from torchtitan_ckpt.formats.quantized import describe, is_quantized
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
 from torchtitan_ckpt.guess import guess_family
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
-from torchtitan_ckpt.mapping.template import tokens
 from torchtitan_ckpt.scan import Stats, Values
 from torchtitan_ckpt.survey import states_of
 
@@ -111,7 +117,7 @@ def groups_of(keys: Iterable[str]) -> list[list[str]]:
     """Keys that differ in whole numbers only, together."""
     groups: dict[str, list[str]] = {}
     for key in keys:
-        groups.setdefault(tokens(key)[0], []).append(key)
+        groups.setdefault(key_template(key), []).append(key)
     return list(groups.values())
 
 
@@ -174,7 +180,7 @@ def _read_scalar(path: str, key: str) -> float:
 def _groups(manifest: Manifest) -> Iterable[Group]:
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for key, entry in manifest.tensors.items():
-        groups.setdefault((tokens(key)[0], entry.shape, entry.dtype), []).append(key)
+        groups.setdefault((key_template(key), entry.shape, entry.dtype), []).append(key)
     for (_, shape, dtype), keys in groups.items():
         entries = [manifest.tensors[key] for key in keys]
         counts = [len(entry.shards) for entry in entries]
