@@ -9,24 +9,29 @@ purge them. Local file systems only; over fsspec a step is written in place, its
 from __future__ import annotations
 
 import ctypes
-import json
+import errno
 import logging
 import os
 import re
 import secrets
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_ckpt import owner
 from torchtitan_ckpt.errors import Problem, SaveError
 
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_OURS = ".torchtitan-ckpt.json"
-_UNFINISHED = "unfinished."
-_REMOVED = "removed."
+# Who writes is told by the name: a mark inside would come after the folder and go before its
+# last renaming, and a process that dies in between would leave a folder that is nobody's.
+_UNFINISHED = re.compile(r"unfinished\.(\d+)\.([A-Za-z0-9]+)\.(\d+)\.(\d+)\.[0-9a-f]{8}")
+_REPLACED = re.compile(r"replaced\.(\d+)\.[0-9a-f]{8}")
+_REMOVED = re.compile(r"removed\.[0-9a-f]{8}")
+
+# What a file system answers that cannot swap two names, among them NFS and FUSE.
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 # A step is complete when one of these is there: each is written last, under its final name.
 MARKERS = (".metadata", "model.safetensors.index.json", "model.safetensors")
@@ -69,27 +74,28 @@ def has_marker(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A folder that a save left behind. `pid` and `host` are those of the writer."""
+    """A folder that a save left behind. `host`, `pid` and `start` are those of the writer (`start`
+    as in the owner record); `mtime` is when anything in it last changed."""
 
     path: Path
     step: int
     host: str
     pid: int
+    start: int
     mtime: float
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make the folder that step N is written into, marked as ours; returns its path."""
-    path = folder / f"{_UNFINISHED}{step}.{secrets.token_hex(4)}"
+    """Make the folder that step N is written into, its name signed by us; returns its path."""
+    me = owner.myself()
+    path = folder / f"unfinished.{step}.{this_host()}.{me.pid}.{me.start}.{secrets.token_hex(4)}"
     path.mkdir(parents=True)
-    mark = {"step": step, "host": this_host(), "pid": os.getpid()}
-    (path / _OURS).write_text(json.dumps(mark))
     return path
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a folder carries the mark of an unfinished save of ours."""
-    return (path / _OURS).is_file()
+    """Whether this is the folder of an unfinished save of ours, and is there."""
+    return _UNFINISHED.fullmatch(path.name) is not None and path.is_dir()
 
 
 def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
@@ -109,13 +115,15 @@ def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
                 fix="look at the folder; the steps before it are untouched",
             )
         )
-    (path / _OURS).unlink(missing_ok=True)
     if sync:
         sync_dir(path)
     target = folder / step_name(step)
-    if target.exists():
-        _exchange(path, target)
-        remove(path)
+    if os.path.lexists(target):
+        old = _exchange(path, target, step)
+        try:
+            remove(old)
+        except OSError as error:  # the new step is in place; `leftovers` finds the old one
+            logger.warning("could not remove %s, which was replaced: %s", old, error)
     else:
         os.rename(path, target)
     if sync:
@@ -124,48 +132,85 @@ def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
 
 
 def this_host() -> str:
-    """The name under which this host signs what it writes."""
-    return socket.gethostname()
+    """This host's name in the names of unfinished folders: letters and digits only, so that it
+    cannot look like a step."""
+    return re.sub(r"[^A-Za-z0-9]", "", owner.myself().host)[:32] or "host"
 
 
 def remove(path: Path) -> None:
     """Remove a step: first its name, in one move, then its files.
 
     A process that dies in between leaves a folder that no reader takes for a step; `leftovers`
-    finds it.
+    finds it. Another remover of the same folder is no error.
     """
-    hidden = path.parent / f"{_REMOVED}{secrets.token_hex(4)}"
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    hidden = path.parent / f"removed.{secrets.token_hex(4)}"
+    try:
+        os.rename(path, hidden)
+    except FileNotFoundError:
+        return
+    if hidden.is_symlink():
+        hidden.unlink()
+        return
+    while True:
+        try:
+            shutil.rmtree(hidden)
+            return
+        except FileNotFoundError:
+            if not hidden.exists():
+                return
 
 
 def leftovers(folder: Path) -> tuple[list[Unfinished], list[Path]]:
-    """Unfinished saves of ours, and half-removed folders of ours."""
+    """Unfinished saves of ours, and folders of ours that only wait for their removal."""
     unfinished, removed = [], []
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return [], []
     for entry in entries:
-        if not entry.is_dir(follow_symlinks=False):
-            continue
-        if re.fullmatch(re.escape(_REMOVED) + "[0-9a-f]{8}", entry.name):
-            removed.append(Path(entry.path))
-        elif entry.name.startswith(_UNFINISHED):
-            mark = _read_mark(Path(entry.path))
-            if mark is not None:
-                unfinished.append(mark)
+        path = Path(entry.path)
+        replaced = _REPLACED.fullmatch(entry.name)
+        if _REMOVED.fullmatch(entry.name) or (
+            replaced and os.path.lexists(folder / step_name(int(replaced[1])))
+        ):
+            removed.append(path)
+        elif (match := _UNFINISHED.fullmatch(entry.name)) and path.is_dir():
+            step, host, pid, start = int(match[1]), match[2], int(match[3]), int(match[4])
+            unfinished.append(Unfinished(path, step, host, pid, start, _last_change(path)))
     return unfinished, removed
 
 
-def _read_mark(path: Path) -> Unfinished | None:
+def recover(folder: Path) -> list[Path]:
+    """Give steps their names back that a process took away to replace them, and then died.
+
+    That takes a file system that cannot swap two names. Returns the steps; logs nothing.
+    """
+    back = []
     try:
-        mark = json.loads((path / _OURS).read_text())
-        return Unfinished(
-            path, int(mark["step"]), str(mark["host"]), int(mark["pid"]), path.stat().st_mtime
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
+        match = _REPLACED.fullmatch(name)
+        if match is None:
+            continue
+        target = folder / step_name(int(match[1]))
+        if not os.path.lexists(target):
+            os.rename(folder / name, target)
+            back.append(target)
+    return back
+
+
+def _last_change(path: Path) -> float:
+    """When a folder or a file in it last changed; 0 when it has gone."""
+    times = [0.0]
+    try:
+        times.append(path.stat().st_mtime)
+        with os.scandir(path) as entries:
+            times += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+    except OSError:
+        pass  # it is being removed
+    return max(times)
 
 
 def sync_dir(path: Path) -> None:
@@ -177,21 +222,33 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def _exchange(a: Path, b: Path) -> None:
-    """Swap two names in one step, or, where the file system cannot, in two.
+def _exchange(new: Path, target: Path, step: int) -> Path:
+    """Put `new` in the place of `target` in one step, or, where the file system cannot, in two.
 
-    Linux offers this as renameat2 with RENAME_EXCHANGE, which Python does not wrap. Without it the
-    old step is out of sight for the moment between two renames; a process that dies just then
-    leaves the new one complete under its unfinished name.
+    Returns where the old one is now. Linux offers this as renameat2 with RENAME_EXCHANGE, which
+    Python does not wrap. Without it the old step is out of sight for the moment between two
+    renames; for a process that dies just then, `recover` brings it back.
     """
     at_cwd, exchange = -100, 2
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        done = libc.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
+        swap = libc.renameat2
     except (OSError, AttributeError):
-        done = False
-    if not done:
-        spare = a.parent / f"{_REMOVED}{secrets.token_hex(4)}"
-        os.rename(b, spare)
-        os.rename(a, b)
-        os.rename(spare, a)
+        return _replace_in_two(new, target, step)
+    if swap(at_cwd, os.fsencode(new), at_cwd, os.fsencode(target), exchange) == 0:
+        return new
+    code = ctypes.get_errno()
+    if code not in _NO_EXCHANGE:
+        raise OSError(code, os.strerror(code), str(target))
+    return _replace_in_two(new, target, step)
+
+
+def _replace_in_two(new: Path, target: Path, step: int) -> Path:
+    spare = target.parent / f"replaced.{step}.{secrets.token_hex(4)}"
+    os.rename(target, spare)
+    try:
+        os.rename(new, target)
+    except OSError:
+        os.rename(spare, target)
+        raise
+    return spare

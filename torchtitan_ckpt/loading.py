@@ -19,6 +19,7 @@ from torchtitan_ckpt.config import DATALOADER, MODEL, CheckpointConfig
 from torchtitan_ckpt.decision import LoadDecision
 from torchtitan_ckpt.errors import MappingError, MismatchError, Problem, RankError
 from torchtitan_ckpt.formats import dcp, hf
+from torchtitan_ckpt.formats.folders import raise_for
 from torchtitan_ckpt.formats.quantized import detect, logical_manifest
 from torchtitan_ckpt.hf_load import load_native
 from torchtitan_ckpt.job import JobState
@@ -247,8 +248,12 @@ def _equal(reader: hf.HfReader, key: str, target: str, entry: TensorEntry) -> bo
 def _confirm(path: str, ranks: Ranks) -> None:
     """Every rank must see the same metadata, byte for byte, before anything is read."""
     digest = ""
-    with ranks.together("confirming the metadata"), fsspec.open(path, "rb") as file:
-        digest = xxhash.xxh3_128_hexdigest(file.read())
+    with ranks.together("confirming the metadata"):
+        try:
+            with fsspec.open(path, "rb") as file:
+                digest = xxhash.xxh3_128_hexdigest(file.read())
+        except OSError as error:
+            raise_for(error, path)
     seen = ranks.gather(digest)
     if len(set(seen)) > 1:
         other = next(r for r, d in enumerate(seen) if d != seen[0])

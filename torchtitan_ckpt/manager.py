@@ -96,8 +96,8 @@ class CheckpointManager:
             self._stager = self._make_stager()
             self._background = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
             self._background_ranks = self._ranks.fork()
-        self._purger = self._start_purger()
         self._claim_folder()
+        self._purger = self._start_purger()
 
     # --- saving
 
@@ -238,7 +238,7 @@ class CheckpointManager:
         if self.config.empty_cache_after_save:
             self._device.empty_cache()
         if self._owns_folder:
-            owner.write(Path(self.folder))
+            saving.renew(Path(self.folder))
         if self._purger is not None:
             self._purger.request()
 
@@ -349,21 +349,9 @@ class CheckpointManager:
         self._owns_folder = (
             self._ranks.rank == 0 and not self.config.load_only and not is_remote(self.folder)
         )
-        if not self._owns_folder:
-            return
-        folder = Path(self.folder)
-        with saving.os_errors_as_save_error(self.folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            other = owner.read(folder)
-            if other is not None and not owner.is_me(other) and owner.is_alive(other):
-                logger.warning(
-                    "another job saves into %s (process %d on %s): steps of the two will replace "
-                    "each other; use another dump_folder",
-                    folder,
-                    other.pid,
-                    other.host,
-                )
-            owner.write(folder)
+        with self._ranks.together("claiming the output folder"):
+            if self._owns_folder:
+                saving.claim(Path(self.folder))
 
     def _make_stager(self) -> Stager:
         """Pinned staging runs beside the training; plain staging is complete when it returns."""

@@ -7,6 +7,7 @@ step is published in one move and two writers cannot mix their files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -48,16 +49,20 @@ def read(folder: Path) -> Owner | None:
 
 
 def write(folder: Path) -> None:
-    """Put this process's record into a folder, in one move."""
-    temporary = folder / f"{NAME}.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(myself())))
-    os.replace(temporary, folder / NAME)
+    """Put this process's record into a folder.
+
+    In place: a reader that meets a half-written record takes it for none, which harms nobody, and
+    no temporary file can be left behind.
+    """
+    (folder / NAME).write_text(json.dumps(asdict(myself())))
 
 
 def release(folder: Path) -> None:
-    """Remove the record if it is this process's."""
-    if is_me(read(folder)):
-        (folder / NAME).unlink(missing_ok=True)
+    """Remove the record if it is this process's, or can be nobody's. Never raises."""
+    found = read(folder)
+    if found is None or is_me(found):
+        with contextlib.suppress(OSError):
+            (folder / NAME).unlink(missing_ok=True)
 
 
 def is_me(owner: Owner | None) -> bool:
@@ -73,12 +78,19 @@ def is_me(owner: Owner | None) -> bool:
 def is_alive(owner: Owner) -> bool:
     """Whether the owner still runs: certain on this host, by its heartbeat on another."""
     if owner.host == socket.gethostname():
-        return process_alive(owner.pid) and _start_of(owner.pid) == owner.start
+        return process_alive(owner.pid, owner.start)
     return time.time() - owner.heartbeat < FRESH
 
 
-def process_alive(pid: int) -> bool:
-    """Whether a process of this host exists and is more than a zombie."""
+def process_alive(pid: int, start: int) -> bool:
+    """Whether the process of this host that began at `start` still runs and is no zombie.
+
+    In containers a restarted job often gets the pid that the dead one had.
+    """
+    return _pid_alive(pid) and _start_of(pid) == start
+
+
+def _pid_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -7,12 +7,13 @@ step, the newest full one, a step in use, and any name that is not exactly `step
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torchtitan_ckpt import folder as folders
-from torchtitan_ckpt.owner import process_alive
+from torchtitan_ckpt.owner import FRESH, process_alive
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ def surplus(
 def remove_leftovers(folder: Path, newest_full: Path | None) -> None:
     """Remove what saves of ours left behind before `newest_full` was written; log each.
 
-    A folder of a process that still runs on this host is left alone.
+    A save that another process still works on is left alone: on this host that is certain, on
+    another it is taken to go on until nothing has changed for a while.
     """
     unfinished, removed = folders.leftovers(folder)
     for path in removed:
@@ -49,9 +51,16 @@ def remove_leftovers(folder: Path, newest_full: Path | None) -> None:
         return
     newest = newest_full.stat().st_mtime
     for item in unfinished:
-        mine = item.host == folders.this_host()
-        if item.mtime < newest and not (mine and process_alive(item.pid)):
+        if item.mtime < newest and not _goes_on(item, newest):
             _remove_tree(item.path, f"an unfinished save of step {item.step}")
+
+
+def _goes_on(item: folders.Unfinished, newest: float) -> bool:
+    """Whether another process may still be writing. Our own saves come one after the other, so
+    one that is older than a finished one has failed."""
+    if item.host != folders.this_host():
+        return item.mtime + FRESH >= newest
+    return item.pid != os.getpid() and process_alive(item.pid, item.start)
 
 
 def _remove_tree(path: Path, what: str) -> None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import posixpath
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan_ckpt import folder as folders
+from torchtitan_ckpt import owner
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import is_remote
 from torchtitan_ckpt.errors import Problem, RankError, SaveError
+
+logger = logging.getLogger(__name__)
 
 _CAUSES = {
     errno.ENOSPC: ("the disk is full", "free space, or lower checkpoint.keep_latest_k"),
@@ -47,6 +51,34 @@ def os_errors_as_save_error(where: str) -> Iterator[None]:
                 fix=f"{fix}; the checkpoints before it are untouched",
             )
         ) from error
+
+
+def claim(folder: Path) -> None:
+    """Make the output folder this process's: say so when another job saves there, bring back what
+    a dead one was replacing, sign. Raises SaveError where nothing can be written."""
+    with os_errors_as_save_error(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        other = owner.read(folder)
+        if other is not None and not owner.is_me(other) and owner.is_alive(other):
+            logger.warning(
+                "another job saves into %s (process %d on %s): steps of the two will replace "
+                "each other; use another dump_folder",
+                folder,
+                other.pid,
+                other.host,
+            )
+        else:
+            for path in folders.recover(folder):
+                logger.warning("%s is back: a process died while it replaced it", path)
+        owner.write(folder)
+
+
+def renew(folder: Path) -> None:
+    """Sign again. The record is advice: without it a complete checkpoint is as good."""
+    try:
+        owner.write(folder)
+    except OSError as error:
+        logger.warning("could not renew the owner record in %s: %s", folder, error)
 
 
 def write_step(

@@ -14,7 +14,7 @@ from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt import formats
 from torchtitan_ckpt.config import MODEL, TRAINING_STATES, CheckpointConfig, is_remote
 from torchtitan_ckpt.decision import OutputView, SourceView, StepFolder, StepKind
-from torchtitan_ckpt.errors import CheckpointError
+from torchtitan_ckpt.errors import CheckpointError, InputError, Problem
 from torchtitan_ckpt.formats import dcp, hf
 from torchtitan_ckpt.formats.quantized import is_quantized
 from torchtitan_ckpt.manifest import Manifest
@@ -45,9 +45,13 @@ def look_at_output(
 def classify(path: str, step: int, names: Iterable[str] = TRAINING_STATES) -> StepFolder:
     """What one step folder holds: its metadata is read and every file that it names is looked at.
 
-    Whatever is wrong makes it `BROKEN` with the first reason; nothing is raised.
+    Whatever is wrong with the files makes it `BROKEN` with the first reason. What cannot be read is
+    not known to be broken: a job that went on from an older step would train for nothing, so the
+    storage's failure is raised, as an InputError.
     """
     detection = formats.detect(path)
+    if detection.kind == "unreadable":
+        raise _unreadable(path, step, "; ".join(dict.fromkeys(detection.refused.values())))
     try:
         if detection.format == "dcp":
             states = states_of(dcp.read_manifest(path), names)
@@ -60,9 +64,25 @@ def classify(path: str, step: int, names: Iterable[str] = TRAINING_STATES) -> St
             return StepFolder(step, path, StepKind.HF)
     except CheckpointError as error:
         first = error.problems[0]
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise _unreadable(path, step, first.what) from error
         return StepFolder(step, path, StepKind.BROKEN, f"{first.what} [{first.code}]")
     why = "; ".join(dict.fromkeys(detection.refused.values())) or "no checkpoint files"
     return StepFolder(step, path, StepKind.BROKEN, why)
+
+
+def _unreadable(path: str, step: int, why: str) -> InputError:
+    return InputError(
+        Problem(
+            code="resolve.step-unreadable",
+            what=f"step-{step} cannot be read, so nobody can tell whether it is complete.",
+            where=path,
+            actual=why,
+            cause="permissions, or storage that fails for the moment",
+            fix="correct that and start again, or name another step with --checkpoint.load_step",
+        )
+    )
 
 
 def look_at_source(

@@ -113,13 +113,131 @@ def test_removal_takes_the_name_first(tmp_path, monkeypatch):
     assert len(removed) == 1
 
 
-def test_leftovers_are_ours_by_their_mark_only(tmp_path):
+def test_leftovers_are_ours_by_their_name_only(tmp_path):
     ours = folder.begin(tmp_path, 7)
+    (ours / "data").touch()
+    os.utime(ours, (1, 1))
+    os.utime(ours / "data", (5, 5))
     (tmp_path / "unfinished.9.theirs").mkdir()
+    (tmp_path / "unfinished.9.host.1.2.0123abcd").touch()
     (tmp_path / "removed.not-hex!").mkdir()
     unfinished, removed = folder.leftovers(tmp_path)
-    assert [(u.path, u.step, u.pid) for u in unfinished] == [(ours, 7, os.getpid())]
+    me = owner.myself()
+    assert [(u.path, u.step, u.pid, u.start) for u in unfinished] == [(ours, 7, me.pid, me.start)]
+    assert unfinished[0].mtime == 5, "a save lives while its files grow"
     assert removed == []
+
+
+def test_an_unfinished_folder_is_signed_from_its_first_moment(tmp_path):
+    """A mark inside would come later than the folder, and a process may die in between."""
+    folder.begin(tmp_path, 7)
+    unfinished, _ = folder.leftovers(tmp_path)
+    assert len(unfinished) == 1
+    assert os.listdir(unfinished[0].path) == []
+
+
+@pytest.mark.parametrize("host", ["step-12.cluster", "step_3", "", "a" * 90])
+def test_no_host_name_makes_an_unfinished_folder_a_step(tmp_path, monkeypatch, host):
+    monkeypatch.setattr(owner.socket, "gethostname", lambda: host)
+    path = folder.begin(tmp_path, 7)
+    assert not TORCHTITAN.search(path.name)
+    assert folder.is_ours(path)
+    assert len(folder.leftovers(tmp_path)[0]) == 1
+
+
+def no_exchange(monkeypatch):
+    monkeypatch.setattr(folder.ctypes, "CDLL", lambda *a, **k: object())
+
+
+def replaceable(tmp_path):
+    for content in ("old", "new"):
+        path = folder.begin(tmp_path, 5)
+        finish(path, content)
+        if content == "old":
+            folder.publish(path, tmp_path, 5, sync=False)
+    return path
+
+
+def test_a_replacement_that_fails_half_way_leaves_the_old_step(tmp_path, monkeypatch):
+    no_exchange(monkeypatch)
+    path = replaceable(tmp_path)
+    real = os.rename
+
+    def rename(a, b):
+        if a == path:
+            raise OSError(5, "Input/output error")
+        real(a, b)
+
+    monkeypatch.setattr(folder.os, "rename", rename)
+    with pytest.raises(OSError, match="Input/output"):
+        folder.publish(path, tmp_path, 5, sync=False)
+    assert (tmp_path / "step-5" / "data").read_text() == "old"
+
+
+def test_an_exchange_that_fails_is_not_tried_in_two_steps(tmp_path, monkeypatch):
+    path = replaceable(tmp_path)
+
+    class Library:
+        @staticmethod
+        def renameat2(*_):
+            return -1
+
+    monkeypatch.setattr(folder.ctypes, "CDLL", lambda *a, **k: Library)
+    monkeypatch.setattr(folder.ctypes, "get_errno", lambda: 5)
+    with pytest.raises(OSError, match="Input/output"):
+        folder.publish(path, tmp_path, 5, sync=False)
+    assert (tmp_path / "step-5" / "data").read_text() == "old"
+
+
+def test_a_step_that_a_dead_process_was_replacing_comes_back(tmp_path):
+    replaceable(tmp_path)
+    os.rename(tmp_path / "step-5", tmp_path / "replaced.5.0123abcd")
+    assert folder.leftovers(tmp_path)[1] == [], "the only copy is no leftover"
+    assert folder.recover(tmp_path) == [tmp_path / "step-5"]
+    assert (tmp_path / "step-5" / "data").read_text() == "old"
+    (tmp_path / "replaced.5.89abcdef").mkdir()
+    assert folder.recover(tmp_path) == []
+    assert folder.leftovers(tmp_path)[1] == [tmp_path / "replaced.5.89abcdef"]
+
+
+def test_a_step_whose_old_files_cannot_be_removed_is_saved_all_the_same(tmp_path, monkeypatch):
+    path = replaceable(tmp_path)
+
+    def busy(_):
+        raise OSError(16, "busy")
+
+    monkeypatch.setattr(folder.shutil, "rmtree", busy)
+    folder.publish(path, tmp_path, 5, sync=False)
+    assert (tmp_path / "step-5" / "data").read_text() == "new"
+
+
+def test_removal_of_what_another_removes_is_no_error(tmp_path, monkeypatch):
+    folder.remove(tmp_path / "absent")
+    path = tmp_path / "step-5"
+    path.mkdir()
+    finish(path, "x")
+    real, calls = folder.shutil.rmtree, []
+
+    def disturbed(tree):
+        calls.append(tree)
+        if len(calls) == 1:
+            (tree / "data").unlink()
+            raise FileNotFoundError(2, "No such file")
+        real(tree)
+
+    monkeypatch.setattr(folder.shutil, "rmtree", disturbed)
+    folder.remove(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_step_that_is_a_link_loses_the_link_only(tmp_path):
+    elsewhere = tmp_path / "disk"
+    elsewhere.mkdir()
+    finish(elsewhere, "x")
+    (tmp_path / "step-5").symlink_to(elsewhere)
+    folder.remove(tmp_path / "step-5")
+    assert os.listdir(tmp_path) == ["disk"]
+    assert (elsewhere / "data").read_text() == "x"
 
 
 def test_owner_tells_the_living_from_the_dead(tmp_path):
@@ -155,3 +273,16 @@ def test_an_owner_on_another_host_lives_by_its_heartbeat():
 def test_a_damaged_owner_record_blocks_nobody(tmp_path, text):
     (tmp_path / owner.NAME).write_text(text)
     assert owner.read(tmp_path) is None
+
+
+def test_a_damaged_record_goes_with_the_job(tmp_path):
+    (tmp_path / owner.NAME).write_text("{")
+    owner.release(tmp_path)
+    assert os.listdir(tmp_path) == []
+    owner.release(tmp_path / "absent")
+
+
+def test_signing_leaves_no_other_file(tmp_path):
+    owner.write(tmp_path)
+    owner.write(tmp_path)
+    assert os.listdir(tmp_path) == [owner.NAME]

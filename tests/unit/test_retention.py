@@ -1,10 +1,11 @@
 """keep_latest_k: what is kept, what is removed, and that nothing stops the thread."""
 
 import os
+import subprocess
 
 import pytest
 
-from torchtitan_ckpt import folder, retention
+from torchtitan_ckpt import folder, owner, retention
 
 
 def make(tmp_path, *numbers, marker=".metadata"):
@@ -91,22 +92,66 @@ def test_a_finder_that_raises_does_not_end_the_thread(tmp_path):
     assert not purger._thread.is_alive()
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_unfinished_saves_of_ours_go_once_a_newer_full_step_is_there(tmp_path, monkeypatch, alive):
-    monkeypatch.setattr(retention, "process_alive", lambda pid: alive)
-    stale = folder.begin(tmp_path, 20)
-    os.utime(stale, (1, 1))
-    (tmp_path / "unfinished.foreign").mkdir()
+def unfinished(tmp_path, *, host=None, pid=None, start=None, age=0.0):
+    me = owner.myself()
+    name = (
+        f"unfinished.20.{host or folder.this_host()}.{pid or me.pid}.{start or me.start}.0123abcd"
+    )
+    path = tmp_path / name
+    path.mkdir()
+    (path / "data").touch()
+    for each in (path, path / "data"):
+        os.utime(each, (1000 - age, 1000 - age))
+    return path
+
+
+def full_step(tmp_path):
     make(tmp_path, 10)
+    os.utime(tmp_path / "step-10", (1000, 1000))
+    return tmp_path / "step-10"
+
+
+def test_unfinished_saves_of_dead_processes_go_once_a_newer_full_step_is_there(tmp_path):
+    stale = unfinished(tmp_path, pid=os.getppid(), start=1, age=1)
+    (tmp_path / "unfinished.foreign").mkdir()
     retention.remove_leftovers(tmp_path, None)
     assert stale.exists()
-    retention.remove_leftovers(tmp_path, tmp_path / "step-10")
-    assert stale.exists() is alive
+    retention.remove_leftovers(tmp_path, full_step(tmp_path))
+    assert not stale.exists()
     assert (tmp_path / "unfinished.foreign").exists()
 
 
-def test_an_unfinished_save_newer_than_the_newest_full_step_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(retention, "process_alive", lambda pid: False)
+def test_a_save_that_another_process_works_on_is_left_alone(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        path = unfinished(tmp_path, pid=other.pid, start=owner._start_of(other.pid), age=9999)
+        retention.remove_leftovers(tmp_path, full_step(tmp_path))
+        assert path.exists()
+        other.kill()
+    retention.remove_leftovers(tmp_path, tmp_path / "step-10")
+    assert not path.exists()
+
+
+def test_a_reused_pid_protects_nothing(tmp_path):
+    """In a container the restarted job often has the very pid of the dead one."""
+    path = unfinished(tmp_path, start=1, age=1)
+    retention.remove_leftovers(tmp_path, full_step(tmp_path))
+    assert not path.exists()
+
+
+def test_a_failed_save_of_this_process_goes_after_the_next_one(tmp_path):
+    path = unfinished(tmp_path, age=1)
+    retention.remove_leftovers(tmp_path, full_step(tmp_path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("quiet", "stays"), [(10, True), (2 * owner.FRESH, False)])
+def test_another_hosts_save_goes_when_nothing_has_moved_for_a_while(tmp_path, quiet, stays):
+    path = unfinished(tmp_path, host="elsewhere", pid=1, start=1, age=quiet)
+    retention.remove_leftovers(tmp_path, full_step(tmp_path))
+    assert path.exists() is stays
+
+
+def test_an_unfinished_save_newer_than_the_newest_full_step_stays(tmp_path):
     make(tmp_path, 10)
     os.utime(tmp_path / "step-10", (1, 1))
     fresh = folder.begin(tmp_path, 20)
