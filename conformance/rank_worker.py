@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import gc
+import importlib
 import os
 import pickle
 import random
@@ -30,6 +33,8 @@ READY = b"ready"
 FAILED = b"!"
 # Frames that say a rank is waiting for others rather than busy with itself.
 COLLECTIVE_MARKS = ("distributed_c10d.py", "_functional_collectives.py", "in barrier")
+# Beyond this many threads what holds groups of earlier calls is looked for.
+_MANY_THREADS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,26 @@ def _leave_group() -> None:
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             dist.destroy_process_group()
+    _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches that are keyed by device meshes.
+
+    Meshes of two calls can be equal, and what is cached for the first names groups that are gone;
+    the cached meshes also keep every group's threads alive.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+        with contextlib.suppress(Exception):  # private, and absent in other versions of torch
+            debug._clear_sharding_prop_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed"):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+    if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+        gc.collect()
 
 
 def _end_with_parent(life: Connection) -> None:

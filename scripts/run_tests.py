@@ -30,11 +30,11 @@ class Chapter:
 
 CHAPTERS = (
     Chapter("unit", 120, ("tests/unit",)),
-    Chapter("files", 180, ("tests/files",)),
+    Chapter("files", 300, ("tests/files",)),
     Chapter("ranks", 300, ("tests/ranks",), workers=1),
     Chapter("faults", 180, ("tests/faults",), workers=1),
-    Chapter("gate", 240, ("tests/gate", "tests/specimens")),
-    Chapter("families", 180, ("tests/families",)),
+    Chapter("gate", 300, ("tests/gate", "tests/specimens")),
+    Chapter("families", 240, ("tests/families",)),
     Chapter("device", 60, ("tests/device",)),
 )
 # The simulated Ascend device has an environment and a script of its own.
