@@ -169,8 +169,7 @@ class Window:
         apart[nan_a ^ nan_b] = np.inf
         tally.differing = len(places)
         tally.one_nan = int(np.count_nonzero(nan_a ^ nan_b))
-        finite = apart[np.isfinite(apart)]
-        tally.max_abs = float(apart.max()) if len(finite) < len(apart) else float(finite.max())
+        tally.max_abs = float(apart[~(nan_a ^ nan_b)].max(initial=0.0))
         far = apart > self.tolerance.atol
         if floating and parts == 1:
             ulps = np.abs(_ordered(words_a[places], kind) - _ordered(words_b[places], kind))

@@ -1,7 +1,6 @@
 """What a checkpoint holds, gathered for people: groups of tensors, files, states, step, family.
 
-From manifests and small files only; data is read by `look_at_tensor` alone, and there only the one
-tensor that was named.
+From manifests and small files only: no data but that of a step counter is read.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,16 @@ from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt.errors import (
     CheckpointError,
     InputError,
-    NotFoundError,
-    Problem,
     group_keys,
     key_template,
 )
-from torchtitan_ckpt.errors import nearest as nearest_name
 from torchtitan_ckpt.formats import Detection, detect, read_manifest
 from torchtitan_ckpt.formats.quantized import describe, is_quantized
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
 from torchtitan_ckpt.guess import guess_family
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
-from torchtitan_ckpt.scan import Stats, Values
 from torchtitan_ckpt.survey import states_of
 
-WINDOW = 8 * 2**20
 _SMALL_OBJECT = 4096
 
 
@@ -249,119 +243,3 @@ def _config_beside(path: str) -> dict[str, Any] | None:
         if isinstance(found, dict) and "model_type" in found:
             return found
     return None
-
-
-# One tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLook:
-    """One tensor: where it lies, what its values are like, and a corner of it."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    shards: tuple[str, ...]
-    values: Values
-    corner: tuple[tuple[float, ...], ...]
-    note: str = ""
-
-
-def look_at_tensor(
-    path: str,
-    key: str,
-    *,
-    rows: int = 4,
-    columns: int = 6,
-    trust: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> TensorLook:
-    """Read one tensor in windows. Raises `NotFoundError` with the nearest key."""
-    import torch
-
-    from torchtitan_ckpt.convert_source import open_source
-    from torchtitan_ckpt.formats.hf_boxes import split_box
-    from torchtitan_ckpt.formats.tensor_bytes import memory
-
-    manifest = read_manifest(path, trust=trust)
-    entry = manifest.tensors.get(key)
-    if entry is None:
-        near = nearest_name(key, [*manifest.tensors, *manifest.objects])
-        an_object = key in manifest.objects
-        raise NotFoundError(
-            Problem(
-                code="inspect.no-tensor",
-                what=f"{key!r} is an object, not a tensor"
-                if an_object
-                else f"the checkpoint has no tensor {key!r}",
-                where=path,
-                actual="" if an_object or near is None else f"nearest: {near}",
-                fix="`inspect` without --tensor lists what there is",
-            )
-        )
-    values = Values(entry.dtype, stats=Stats())
-    source = open_source(path, raw=True, trust=trust)
-    dtype = getattr(torch, entry.dtype)
-    zero = (0,) * len(entry.shape)
-    try:
-        limit = WINDOW // ITEM_SIZE[entry.dtype]
-        at = 0
-        for offsets, sizes in split_box(entry.shape, zero, entry.shape, limit):
-            part = torch.empty(sizes, dtype=dtype)
-            if part.numel():
-                source.fill(key, offsets, part)
-                values.add(memory(part), at)
-            at += part.numel()
-            if progress is not None:
-                progress(part.numel() * part.element_size())
-        corner = _corner(source, key, entry.shape, dtype, rows, columns)
-    finally:
-        source.close()
-    return TensorLook(
-        key=key,
-        shape=entry.shape,
-        dtype=entry.dtype,
-        nbytes=entry.nbytes,
-        shards=tuple(
-            f"{s.file} bytes {s.byte_offset}+{s.byte_length}: {list(s.offsets)} {list(s.sizes)}"
-            for s in entry.shards
-        ),
-        values=values,
-        corner=corner,
-        note="codes of a quantized tensor, not its values" if is_code(manifest, key) else "",
-    )
-
-
-def is_code(manifest: Manifest, key: str) -> bool:
-    """Whether a tensor holds quantized codes or their scales."""
-    if manifest.format != "hf" or not is_quantized(manifest):
-        return False
-    try:
-        found = detect_quantized(manifest).values()
-    except InputError:
-        return False
-    return any(key in (item.weight.key, item.scale.key) for item in found)
-
-
-def _corner(
-    source: Any, key: str, shape: tuple[int, ...], dtype: Any, rows: int, columns: int
-) -> tuple[tuple[float, ...], ...]:
-    """The first rows and columns of the last two dimensions, at 0 of those before."""
-    import torch
-
-    if not shape:
-        sizes: tuple[int, ...] = ()
-    elif len(shape) == 1:
-        sizes = (min(shape[0], columns),)
-    else:
-        lead = (min(1, n) for n in shape[:-2])
-        sizes = (*lead, min(shape[-2], rows), min(shape[-1], columns))
-    part = torch.empty(sizes, dtype=dtype)
-    if not part.numel():
-        return ()
-    source.fill(key, (0,) * len(shape), part)
-    if str(dtype).endswith("_x2") or part.is_complex():
-        part = part.view(torch.uint8) if str(dtype).endswith("_x2") else part.real
-    wide = part.to(torch.float64).reshape(-1, part.shape[-1] if part.dim() else 1)
-    return tuple(tuple(float(x) for x in row) for row in wide)

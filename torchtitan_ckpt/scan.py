@@ -57,12 +57,13 @@ def part_dtype(dtype: str) -> str:
 
 @dataclass(slots=True)
 class Values:
-    """What has been seen of one tensor. `low` and `high` are bit patterns as signed integers."""
+    """What has been seen of one tensor. `pattern` is the first element's, as a signed integer;
+    `varied` says that another one has it not."""
 
     dtype: str
     count: int = 0
-    low: int = 0
-    high: int = 0
+    pattern: int = 0
+    varied: bool = False
     nans: int = 0
     infs: int = 0
     first_bad: int | None = None
@@ -75,17 +76,16 @@ class Values:
         words: Words = np.frombuffer(data, dtype=_SIGNED[size])
         if not len(words):
             return
-        low, high = int(words.min()), int(words.max())
         unsigned = words.view(_UNSIGNED[size])
         layout = LAYOUTS.get(dtype)
         if layout is not None:
-            if high >= layout.special or (
-                low < 0 and int(unsigned.max()) >= layout.special + layout.mask + 1
-            ):
+            # Positive numbers that are not finite are the largest signed patterns, negative ones
+            # the largest unsigned patterns.
+            if words.max() >= layout.special or unsigned.max() > layout.special + layout.mask:
                 self._bad(unsigned, layout, at)
         elif dtype in _ONLY_NAN:
             self._patterns(unsigned == _ONLY_NAN[dtype], at)
-        self._widen(low, high, len(words))
+        self._vary(words)
         if self.stats is not None:
             self.stats.add(unsigned, dtype)
 
@@ -97,27 +97,33 @@ class Values:
         if other.first_bad is not None:
             first = self.first_bad
             self.first_bad = other.first_bad if first is None else min(first, other.first_bad)
-        self._widen(other.low, other.high, other.count)
+        if not self.count:
+            self.pattern = other.pattern
+        self.varied = self.varied or other.varied or self.pattern != other.pattern
+        self.count += other.count
         if self.stats is not None and other.stats is not None:
             self.stats.merge(other.stats)
 
     @property
     def constant(self) -> bool:
         """Whether all elements (at least two) have one bit pattern."""
-        return self.count > 1 and self.low == self.high
+        return self.count > 1 and not self.varied
 
     @property
     def zero(self) -> bool:
-        return self.count > 0 and self.low == self.high == 0
+        return self.count > 0 and not self.varied and self.pattern == 0
 
     def value(self) -> str:
         """The one value of a constant tensor, for people."""
-        return shown(self.low, self.dtype)
+        return shown(self.pattern, self.dtype)
 
-    def _widen(self, low: int, high: int, count: int) -> None:
-        self.low = min(self.low, low) if self.count else low
-        self.high = max(self.high, high) if self.count else high
-        self.count += count
+    def _vary(self, words: Words) -> None:
+        if not self.count:
+            self.pattern = int(words[0])
+        if not self.varied:
+            # Two ends decide nearly always; the rest is looked at only where they agree.
+            self.varied = bool(words[-1] != self.pattern or (words != self.pattern).any())
+        self.count += len(words)
 
     def _bad(self, words: Words, layout: Layout, at: int) -> None:
         magnitude = words & words.dtype.type(layout.mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from threading import Lock, local
@@ -22,12 +22,12 @@ from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS, FileDigest
 from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_objects import read_objects
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
-from torchtitan_ckpt.formats.torch_file import OpenedFile
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
 from torchtitan_ckpt.scan import Stats, Values
+from torchtitan_ckpt.verify_items import Item, dcp_items, hf_items, tiled, torch_items
 
-WINDOW = 2**18  # stays in a core's cache between the reading and the looking
+WINDOW = 2**19  # stays in a core's cache between the reading and the looking
 _SMALL = 2**18  # items up to this size are read together
 _BATCH = 2**20
 _STRETCH = 64 * 2**20  # bytes of one job where nothing has to be summed in order
@@ -43,22 +43,6 @@ class Deep:
     bytes_read: int = 0
     summed: int = 0
     checksums: str = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Bytes of a file. `key` is empty for what is only summed; `element` is that of a large
-    tensor's first element here."""
-
-    file: str
-    start: int
-    length: int
-    key: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    digest: str = ""
-    crc: int = 0
-    element: int = 0
 
 
 class _Reader:
@@ -111,7 +95,7 @@ class _Reader:
 
     # Jobs
 
-    def plain(self, items: list[_Item]) -> None:
+    def plain(self, items: list[Item]) -> None:
         """Neighbouring ranges of plain tensor bytes, read together."""
         start = items[0].start
         data = self.buffer(items[-1].start + items[-1].length - start)
@@ -129,14 +113,14 @@ class _Reader:
             found.append((item.key, values))
         self.done(found, len(data), summed)
 
-    def stream(self, item: _Item) -> None:
+    def stream(self, item: Item) -> None:
         """A long range of plain tensor bytes."""
         values, crc = self._stream(self.file(item.file), item, item.start, item.length, item.crc)
         if item.crc and crc != item.crc:
             self.fault(self._differs(item))
         self.done([(item.key, values)], item.length, item.length if item.crc else 0)
 
-    def small(self, items: list[_Item]) -> None:
+    def small(self, items: list[Item]) -> None:
         """Neighbouring DCP items, read together."""
         start = items[0].start
         data = bytearray(items[-1].start + items[-1].length - start)
@@ -170,7 +154,7 @@ class _Reader:
             found.append((item.key, values))
         self.done(found, len(data), summed)
 
-    def large(self, item: _Item) -> None:
+    def large(self, item: Item) -> None:
         """One DCP item: its archive's ends first, then its bytes in order."""
         file = self.file(item.file)
         head = file.read(item.start, min(_ENDS, item.length))
@@ -214,7 +198,7 @@ class _Reader:
     def _stream(
         self,
         file: File,
-        item: _Item,
+        item: Item,
         start: int,
         length: int,
         crc: int = 0,
@@ -243,7 +227,7 @@ class _Reader:
             file.read_into(start + at, part)
             digest.update(part)
 
-    def _check(self, item: _Item, payload: Payload) -> None:
+    def _check(self, item: Item, payload: Payload) -> None:
         if payload.dtype != item.dtype or payload.size != item.shape:
             raise DamagedError(
                 Problem(
@@ -257,7 +241,7 @@ class _Reader:
                 )
             )
 
-    def _differs(self, item: _Item) -> Problem:
+    def _differs(self, item: Item) -> Problem:
         return Problem(
             code="checksum.differs",
             what="bytes are not what was written",
@@ -268,7 +252,7 @@ class _Reader:
             fix="copy the file again, or use another step",
         )
 
-    def _where(self, item: _Item) -> str:
+    def _where(self, item: Item) -> str:
         name = f"{self.folder.name.rstrip('/')}/{item.file}"
         return f"{name}: {item.key}" if item.key else name
 
@@ -292,9 +276,9 @@ def read_deep(
             jobs = _dcp_jobs(reader, manifest)
         elif manifest.format == "torch":
             reader.deep.checksums = "CRC-32 of the archive"
-            jobs = _plain_jobs(reader, _torch_items(manifest, trust))
+            jobs = _plain_jobs(reader, torch_items(manifest, trust))
         else:
-            jobs = _plain_jobs(reader, _hf_items(manifest))
+            jobs = _plain_jobs(reader, hf_items(manifest))
         _run(reader, jobs, threads or min(os.cpu_count() or 1, 8))
         if manifest.format == "dcp" and manifest.objects:
             try:
@@ -316,30 +300,11 @@ def _run(reader: _Reader, jobs: Iterable[Callable[[], None]], threads: int) -> N
                 reader.fault(*error.problems)
 
 
-# What there is to read
+# What there is to do
 
 
-def _hf_items(manifest: Manifest) -> Iterator[_Item]:
-    for key, entry in manifest.tensors.items():
-        for shard in entry.shards:
-            yield _Item(shard.file, shard.byte_offset, shard.byte_length, key, entry.dtype)
-
-
-def _torch_items(manifest: Manifest, trust: bool) -> Iterator[_Item]:
-    with OpenedFile(manifest.path) as opened:
-        opened.manifest(trust=trust)
-        seen = set()
-        for key, payload in opened.payloads.items():
-            if (payload.start, payload.dtype) in seen or not payload.nbytes:
-                continue  # a second view of a storage
-            seen.add((payload.start, payload.dtype))
-            yield _Item(
-                opened.name, payload.start, payload.nbytes, key, payload.dtype, crc=payload.crc
-            )
-
-
-def _plain_jobs(reader: _Reader, items: Iterable[_Item]) -> Iterator[Callable[[], None]]:
-    batch: list[_Item] = []
+def _plain_jobs(reader: _Reader, items: Iterable[Item]) -> Iterator[Callable[[], None]]:
+    batch: list[Item] = []
     size = 0
 
     def flush() -> Iterator[Callable[[], None]]:
@@ -356,7 +321,7 @@ def _plain_jobs(reader: _Reader, items: Iterable[_Item]) -> Iterator[Callable[[]
             step = item.length if item.crc else _STRETCH
             width = ITEM_SIZE[item.dtype]
             for at in range(0, item.length, step):
-                part = _Item(
+                part = Item(
                     item.file,
                     item.start + at,
                     min(step, item.length - at),
@@ -383,10 +348,10 @@ def _dcp_jobs(reader: _Reader, manifest: Manifest) -> Iterator[Callable[[], None
         digest = None if sums is None else sums.get(name)
         if sums is not None and digest is None and name.endswith(".distcp"):
             reader.fault(_unsummed(manifest, name))
-        if digest is not None and (not _tiled(digest) or digest.nbytes != manifest.files.get(name)):
+        if digest is not None and (not tiled(digest) or digest.nbytes != manifest.files.get(name)):
             yield lambda d=digest: _whole(reader, d)  # type: ignore[misc]
-    small: list[_Item] = []
-    for item in _dcp_items(manifest, sums or {}):
+    small: list[Item] = []
+    for item in dcp_items(manifest, sums or {}):
         if item.length > _SMALL:
             yield lambda item=item: reader.large(item)  # type: ignore[misc]
             continue
@@ -400,40 +365,6 @@ def _dcp_jobs(reader: _Reader, manifest: Manifest) -> Iterator[Callable[[], None
         small.append(item)
     if small:
         yield lambda group=small: reader.small(group)  # type: ignore[misc]
-
-
-def _dcp_items(manifest: Manifest, sums: Mapping[str, FileDigest]) -> Iterator[_Item]:
-    digests = {
-        (name, at, length): digest
-        for name, file in sums.items()
-        if _tiled(file) and name in manifest.files
-        for at, length, digest in file.items
-    }
-    items = [
-        _Item(
-            shard.file,
-            shard.byte_offset,
-            shard.byte_length,
-            key,
-            entry.dtype,
-            shard.sizes,
-            digests.pop((shard.file, shard.byte_offset, shard.byte_length), ""),
-        )
-        for key, entry in manifest.tensors.items()
-        for shard in entry.shards
-    ]
-    items += [_Item(name, at, n, digest=digest) for (name, at, n), digest in digests.items() if n]
-    yield from sorted(items, key=lambda item: (item.file, item.start))
-
-
-def _tiled(digest: FileDigest) -> bool:
-    """Whether the items of a file cover all of it, so that their sums say all."""
-    at = 0
-    for start, length, _ in digest.items:
-        if start != at:
-            return False
-        at += length
-    return at == digest.nbytes and at > 0
 
 
 def _whole(reader: _Reader, digest: FileDigest) -> None:

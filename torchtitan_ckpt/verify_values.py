@@ -35,7 +35,7 @@ def judge(manifest: Manifest, values: Mapping[str, Values]) -> tuple[list[Proble
         problems.append(
             Problem(
                 code="verify.not-finite",
-                what=f"{len(bad)} tensors hold NaN or Inf: {list_keys(bad)}",
+                what=f"NaN or Inf in {list_keys(bad)}",
                 where=f"{manifest.path}: {key}, {_place(manifest, key, seen)}",
                 actual=f"{nans} NaN, {infs} Inf",
                 cause="the run diverged, a conversion overflowed, or bytes were overwritten",
@@ -47,7 +47,7 @@ def judge(manifest: Manifest, values: Mapping[str, Values]) -> tuple[list[Proble
         problems.append(
             Problem(
                 code="verify.constant",
-                what=f"{len(flat)} weight matrices hold one value only: {list_keys(flat)}",
+                what=f"one value only in the weights {list_keys(flat)}",
                 where=manifest.path,
                 actual=shown,
                 cause="a tensor that was never loaded or trained, or a hole of zeros in a file",

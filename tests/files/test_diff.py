@@ -142,6 +142,9 @@ def test_one_nan_is_different_however_wide_the_tolerance(tmp_path, capsys):
     paths = pair(tmp_path, {"w": torch.ones(4, 3)}, {"w": b})
     code, report = run(capsys, *paths, "--atol", "1e30")
     assert (code, group(report, "different")["first"]["at"]) == (1, [2, 1])
+    text = main_text(capsys, *paths)
+    assert "1 of 12 elements (8.333%), at most 0 apart; 1 NaN on one side only" in text
+    assert "first w [2, 1]: a 1 0x3f800000, b nan 0x7fc00000" in text
 
 
 def test_keys_of_one_side_are_grouped(tmp_path, capsys):
@@ -364,7 +367,23 @@ def test_quantized_files_are_compared_by_value_with_plain_ones(tmp_path, capsys)
     assert counts(run(capsys, a, a)[1]) == {"equal": 2}
 
 
-# Refusals
+# Places and refusals
+
+
+def test_remote_folders(capsys):
+    from torchtitan_ckpt.formats import dcp
+
+    state = {"layers.0.w": torch.randn(300, 401), "step": torch.tensor(3.0), "lr": 0.5}
+    for name in ("a", "b"):
+        dcp.save(state, f"memory://test-diff/{name}/step-7")
+        state["layers.0.w"] = state["layers.0.w"] + 1
+    a, b = (f"memory://test-diff/{name}/step-7" for name in "ab")
+    assert run(capsys, a, a)[0] == 0
+    assert counts(run(capsys, a, b)[1]) == {"different": 1, "equal": 2}
+    assert main(["verify", a, "--deep"]) == 0
+    assert main(["inspect", a, "--tensor", "layers.0.w"]) == 0
+    assert main(["inspect", a]) == 0
+    assert "step         7" in capsys.readouterr().out
 
 
 def test_exit_codes(tmp_path, capsys):

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from tests.files.dcp_lab import GOLDEN, some_state, torch_save
 from torchtitan_ckpt.cli import main
 from torchtitan_ckpt.guess import guess_family
-from torchtitan_ckpt.inspection import inspect, look_at_tensor
+from torchtitan_ckpt.inspection import inspect
 from torchtitan_ckpt.scan import Stats, Values
+from torchtitan_ckpt.tensor_look import look_at_tensor
 
 QWEN3 = Path(__file__).parents[2] / "fixtures" / "qwen3"
 

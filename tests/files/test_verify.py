@@ -330,6 +330,9 @@ def test_more_threads_find_the_same(tmp_path):
     folder = torch_save(some_state() | {"big": torch.randn(900, 1001)}, tmp_path / "s")
     manifest = read_manifest(folder)
     one, four = (read_deep(manifest, threads=n) for n in (1, 4))
-    assert one.values == four.values
+    for key, seen in one.values.items():
+        other = four.values[key]
+        assert (seen.count, seen.varied) == (other.count, other.varied), key
+        assert seen.varied or seen.pattern == other.pattern
     assert one.bytes_read == four.bytes_read
     assert set(one.values) == {k for k, e in manifest.tensors.items() if e.numel}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from torchtitan_ckpt.diff import Difference, Group
+    from torchtitan_ckpt.diff_report import Difference, Group
     from torchtitan_ckpt.diff_values import Spot
 
 _ORDER = ("different", "shape", "close", "dtype", "equal")
@@ -27,10 +27,10 @@ _ACCEPTED = {"nothing": (), "dtype": ("dtype",), "close": ("dtype", "close")}
 class Args:
     """Options of `torchtitan-ckpt diff`."""
 
-    a: Annotated[str, tyro.conf.Positional]
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """A checkpoint of any format."""
 
-    b: Annotated[str, tyro.conf.Positional]
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")]
     """Another one, of the same or another format, dtype and split."""
 
     family: str | None = None
@@ -139,9 +139,10 @@ def _group(group: Group) -> list[str]:
     if group.differing:
         share = group.differing / group.elements
         ulps = f", {group.max_ulps} ULPs" if group.max_ulps else ""
+        nans = f"; {group.one_nan} NaN on one side only" if group.one_nan else ""
         rows.append(
             f"     {group.differing} of {group.elements} elements ({share:.3%}), "
-            f"at most {group.max_abs:.6g}{ulps} apart"
+            f"at most {group.max_abs:.6g}{ulps} apart{nans}"
         )
     for name, found in (("first", group.first), ("worst", group.worst)):
         if found is not None:

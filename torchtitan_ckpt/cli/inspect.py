@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from torchtitan_ckpt.decision import StepFolder
-    from torchtitan_ckpt.inspection import Group, Inspection, TensorLook
+    from torchtitan_ckpt.inspection import Group, Inspection
+    from torchtitan_ckpt.tensor_look import TensorLook
 
 
 @dataclass(frozen=True)
 class Args:
     """Options of `torchtitan-ckpt inspect`."""
 
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A step folder, a folder of steps, a folder or file of safetensors, or a .pt file."""
 
     tensor: str | None = None
@@ -53,7 +54,9 @@ def run(args: Args) -> int:
     from torchtitan_ckpt.formats import detect
 
     if args.tensor is not None:
-        look = inspection.look_at_tensor(args.path, args.tensor, trust=args.trust)
+        from torchtitan_ckpt.tensor_look import look_at_tensor
+
+        look = look_at_tensor(args.path, args.tensor, trust=args.trust)
         print(json_module.dumps(_look_json(look), indent=1) if args.json else _look_text(look))
         return 0
     if detect(args.path).kind == "steps":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Args:
     """Options of `torchtitan-ckpt verify`."""
 
-    path: Annotated[str, tyro.conf.Positional]
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A step folder, a folder or file of safetensors, or a .pt file."""
 
     against: str | None = None
