@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -28,61 +28,50 @@ __all__ = [
 
 def pinned_export(lab: Lab) -> Iterator[Finding]:
     """Elements written against those that the reference writes."""
-    theirs = lab.decoded("to_hf", lab.positions, lab.reference)
-    shared = {k for k in theirs if k in lab.exported}
-    yield from _differences(
-        "to_hf",
-        lab.positions,
-        {k: theirs[k] for k in shared},
-        lab.exported,
-        f"reference {lab.reference.name}",
-        lab,
-    )
+    yield from _pinned(lab, "to_hf", lab.positions, lab.value_native.keys())
 
 
 def pinned_import(lab: Lab) -> Iterator[Finding]:
     """Elements read against those that the reference reads from the same files."""
-    positions = lab.hf_positions
-    known = set(lab._trace_with(lab.reference, "to_hf", lab.value_native).leaves)
-    if known - positions.leaves.keys():
-        # The reference wants keys that the adapter does not write; `keys.exact` says so.
-        full = {
-            **positions.leaves,
-            **{
-                k: leaf
-                for k, leaf in lab._trace_with(
-                    lab.reference, "to_hf", lab.value_native
-                ).leaves.items()
-                if k not in positions.leaves
-            },
-        }
-        theirs_at = Positions({**positions.leaves, **full}, lab.hf_tied)
-    else:
-        theirs_at = Positions(positions.leaves, lab.hf_tied)
-    fed = {k: v for k, v in theirs_at.leaves.items() if k in known}
-    theirs = _decode_part(lab, theirs_at, fed)
-    comparable = {
-        k
-        for k in theirs
-        if k in lab.read and lab.imported.sources.get(k, frozenset()) <= known and not lab.alias(k)
-    }
+    written = lab._trace_with(lab.reference, "to_hf", lab.value_native).leaves
+    # The reference may want keys that the adapter does not write; `keys.exact` says so.
+    more = {k: leaf for k, leaf in written.items() if k not in lab.value_hf}
+    positions = Positions({**lab.value_hf, **more}, lab.hf_tied)
+    yield from _pinned(lab, "from_hf", positions, written.keys())
+
+
+def _pinned(
+    lab: Lab, direction: Direction, positions: Positions, known: Collection[str]
+) -> Iterator[Finding]:
+    """Compare as tensors, pass by pass; decode to elements only what differs.
+
+    `known` are the keys that the reference takes.
+    """
+    ours_take = lab.value_native if direction == "to_hf" else lab.value_hf
+    sources = lab.export.sources if direction == "to_hf" else lab.imported.sources
+    digits: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    differ: set[str] = set()
+    for which in range(positions.passes):
+        state = positions.state(which)
+        ours = lab.convert(direction, {k: v for k, v in state.items() if k in ours_take})
+        theirs = getattr(lab.reference, direction)({k: v for k, v in state.items() if k in known})
+        for key, value in theirs.items():
+            if key not in ours or not sources.get(key, frozenset()) <= set(known):
+                continue
+            pair = digits.setdefault(key, ([], []))
+            pair[0].append(value)
+            pair[1].append(ours[key])
+            if value.shape == ours[key].shape and not same_bits(value, ours[key]):
+                differ.add(key)
+    chosen = [k for k in digits if k in differ and not (direction == "from_hf" and lab.alias(k))]
     yield from _differences(
-        "from_hf",
+        direction,
         positions,
-        {k: theirs[k] for k in comparable},
-        lab.read,
+        {k: positions.decode(digits[k][0]) for k in chosen},
+        {k: positions.decode(digits[k][1]) for k in chosen},
         f"reference {lab.reference.name}",
         lab,
     )
-
-
-def _decode_part(lab: Lab, positions: Positions, fed: Mapping[str, Leaf]) -> State:
-    digits: dict[str, list[torch.Tensor]] = {}
-    for which in range(positions.passes):
-        state = {k: v for k, v in positions.state(which).items() if k in fed}
-        for key, value in lab.reference.from_hf(state).items():
-            digits.setdefault(key, []).append(value)
-    return {k: positions.decode(v) for k, v in digits.items()}
 
 
 def _differences(
@@ -174,8 +163,13 @@ def _within(
         base, size = positions.span(key)
         here = (flat >= base) & (flat < base + size)
         inside |= here
-        seen = torch.zeros(size, dtype=torch.bool)
-        seen[flat[here] - base] = True
+        mine = flat[here]
+        if not mine.numel():
+            continue
+        # Only the span that occurs: a slice of a stack is small, the stack is not.
+        low = int(mine.min())
+        seen = torch.zeros(int(mine.max()) - low + 1, dtype=torch.bool)
+        seen[mine - low] = True
         distinct += int(seen.sum())
     return bool(inside.all()), distinct
 
