@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
+from torchtitan_ckpt.assets import config_changes, copy_assets
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import CheckpointConfig
 from torchtitan_ckpt.formats import hf
@@ -34,8 +36,17 @@ def save_hf(
     path: str,
     ranks: Ranks,
     config: CheckpointConfig,
+    assets: str | None,
 ) -> None:
-    """Write Hugging Face files. The file map is that of the adapter's index, where it has one."""
+    """Write Hugging Face files. The file map is that of the adapter's index, where it has one.
+
+    What lies beside the weights in `assets` (config, tokenizer) is copied first, so that the index
+    still comes last.
+    """
+    with ranks.together("copying what lies beside the weights"):
+        if ranks.rank == 0 and assets and Path(assets).is_dir():
+            changes = config_changes(dtype=config.export_dtype, quantized="", dequantized=True)
+            copy_assets(Path(assets), Path(path), changes)
     file_map = adapter.fqn_to_index_mapping or None
     hf.save(
         state,

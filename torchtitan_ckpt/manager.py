@@ -211,7 +211,7 @@ class CheckpointManager:
             state = export.hf_model(self._job, adapter, getattr(torch, config.export_dtype))
 
         def write(path: str) -> None:
-            export.save_hf(state, adapter, path, self._ranks, config)
+            export.save_hf(state, adapter, path, self._ranks, config, self._hf_assets_path)
 
         path = saving.write_step(self._ranks, self.folder, step, write, sync=config.sync_files)
         self._finish(step, path, full=False)

@@ -243,3 +243,25 @@ def test_a_tied_models_file_may_hold_the_copy_but_not_another_head(tmp_path):
             assert torch.equal(model.tok_embeddings.weight, embedding.float())
             assert model.lm_head.weight is model.tok_embeddings.weight
         manager.close()
+
+
+def test_an_export_can_be_used_as_it_is(tmp_path):
+    """Config and tokenizer files of hf_assets_path come along; the config says the new dtype."""
+    source = Path(__file__).parents[2] / "fixtures" / "qwen3" / "dense-untied"
+    config = json.loads((source / "config.json").read_text())
+    adapter = MappingAdapter(config, str(source))
+    options = CheckpointManager.Config(enable=True, last_save_in_hf=True, export_dtype="bfloat16")
+    manager = CheckpointManager(
+        options,
+        model_parts=[Bag(adapter.native_entries(), 0, torch.float32)],
+        sd_adapter=adapter,
+        base_folder=str(tmp_path),
+        hf_assets_path=str(source),
+    )
+    manager.save(1, last_step=True)
+    manager.close()
+    step = tmp_path / "checkpoint" / "step-1"
+    written = json.loads((step / "config.json").read_text())
+    assert written.pop("dtype") == "bfloat16"
+    assert written == {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}
+    assert (step / "generation_config.json").exists()

@@ -41,7 +41,7 @@ FLOORS = [
     | {"published", "collective"},
     {"mapping", "formats", "parallel", "agree"},
     {"placement", "families", "hf_storage", "resolve", "strict", "job", "survey", "saving"},
-    {"adapter", "retention", "replicas"},
+    {"adapter", "retention", "replicas", "assets"},
     {"hf_load", "experts", "export", "loading"},
 ]
 

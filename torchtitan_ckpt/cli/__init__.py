@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The text of `--help`."""
-    width = max(map(len, VERBS))
+    width = max(len(name) for name in VERBS)  # `map` is the verb of that name here
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
     return (
         f"usage: {PROG} <verb> [options]\n\n"

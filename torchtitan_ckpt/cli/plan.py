@@ -113,12 +113,10 @@ def _target(text: str) -> Any:
 
 
 def _native(args: Args) -> Any:
-    from torchtitan_ckpt import families
+    from torchtitan_ckpt.cli.model import read_model
     from torchtitan_ckpt.errors import ConfigError, Problem
-    from torchtitan_ckpt.families import model_config
     from torchtitan_ckpt.manifest import ITEM_SIZE, is_floating
     from torchtitan_ckpt.mapping.keys import native_entries
-    from torchtitan_ckpt.published import config_of
 
     if args.dtype not in ITEM_SIZE or not is_floating(args.dtype):
         raise ConfigError(
@@ -128,8 +126,6 @@ def _native(args: Args) -> Any:
                 expected="such as float32 or bfloat16",
             )
         )
-    exists = Path(args.config).exists()
-    config = model_config.read(args.config, None) if exists else config_of(args.config)
-    family = families.of_config(config) if args.family is None else families.get(args.family)
+    family, config = read_model(args.config, args.family)
     generation = args.generation or family.generations[0]
     return native_entries(family.mapping(config, generation), dtype=args.dtype)
