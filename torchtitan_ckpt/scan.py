@@ -241,3 +241,12 @@ def shown(pattern: int, dtype: str) -> str:
     if "int" in dtype:
         return str(int(words.view(np.dtype(dtype))[0]))
     return f"{float(as_float64(words, dtype)[0]):g}"
+
+
+def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The coordinate of an element counted in row-major order."""
+    out = []
+    for size in reversed(shape):
+        out.append(element % size if size else 0)
+        element //= max(size, 1)
+    return tuple(reversed(out))

@@ -14,7 +14,7 @@ from torchtitan_ckpt.formats import read_manifest
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
 from torchtitan_ckpt.formats.quantized import is_quantized
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
-from torchtitan_ckpt.scan import Stats, Values
+from torchtitan_ckpt.scan import Stats, Values, coordinate
 
 WINDOW = 8 * 2**20
 
@@ -31,6 +31,12 @@ class TensorLook:
     values: Values
     corner: tuple[tuple[float, ...], ...]
     note: str = ""
+
+    @property
+    def first_bad(self) -> tuple[int, ...] | None:
+        """The coordinate of the first NaN or Inf."""
+        place = self.values.first_bad
+        return None if place is None else coordinate(place, self.shape)
 
 
 def look_at_tensor(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torchtitan_ckpt.config import TRAINING_STATES
 from torchtitan_ckpt.errors import Problem, group_keys, list_keys
 from torchtitan_ckpt.manifest import Manifest, TensorEntry
-from torchtitan_ckpt.scan import Values
+from torchtitan_ckpt.scan import Values, coordinate
 
 
 def judge(manifest: Manifest, values: Mapping[str, Values]) -> tuple[list[Problem], list[str]]:
@@ -72,15 +72,6 @@ def _place(manifest: Manifest, key: str, seen: Values) -> str:
     if len(entry.shards) != 1:
         return f"element {seen.first_bad} of a shard"
     return f"at {list(coordinate(seen.first_bad, entry.shape))}"
-
-
-def coordinate(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The coordinate of an element counted in row-major order."""
-    out = []
-    for size in reversed(shape):
-        out.append(element % size if size else 0)
-        element //= max(size, 1)
-    return tuple(reversed(out))
 
 
 def _few(keys: list[str]) -> list[tuple[str, int]]:

@@ -123,6 +123,7 @@ def test_ulps_and_tolerance(tmp_path, capsys):
     code, report = run(capsys, a_path, b_path)
     assert (code, counts(report)) == (1, {"close": 1})
     assert group(report, "close")["max_ulps"] == 3
+    assert counts(run(capsys, a_path, b_path, "--ulps", "3")[1]) == {"close": 1}
     assert run(capsys, a_path, b_path, "--accept", "close")[0] == 0
     assert run(capsys, a_path, b_path, "--accept", "dtype")[0] == 1
     assert counts(run(capsys, a_path, b_path, "--ulps", "2")[1]) == {"different": 1}
@@ -142,6 +143,15 @@ def test_one_nan_is_different_however_wide_the_tolerance(tmp_path, capsys):
     paths = pair(tmp_path, {"w": torch.ones(4, 3)}, {"w": b})
     code, report = run(capsys, *paths, "--atol", "1e30")
     assert (code, group(report, "different")["first"]["at"]) == (1, [2, 1])
+    b[0, 2] = 1e20
+    (tmp_path / "more").mkdir()
+    found = group(run(capsys, *pair(tmp_path / "more", {"w": b}, {"w": b * 0 + 1}))[1], "different")
+    assert (found["first"]["at"], found["worst"]["at"]) == ([0, 2], [0, 2])
+    clean = torch.where(b.isnan(), 1, b)
+    (tmp_path / "last").mkdir()
+    found = group(run(capsys, *pair(tmp_path / "last", {"w": b}, {"w": clean * 2}))[1], "different")
+    assert (found["first"]["at"], found["worst"]["at"]) == ([0, 0], [2, 1])
+    assert found["worst"]["apart"] is None
     text = main_text(capsys, *paths)
     assert "1 of 12 elements (8.333%), at most 0 apart; 1 NaN on one side only" in text
     assert "first w [2, 1]: a 1 0x3f800000, b nan 0x7fc00000" in text

@@ -110,6 +110,32 @@ def test_statistics_count_denormals_nan_inf_and_powers_of_two():
     assert seen.stats.exponents == {0: 1, 1: 1}
 
 
+def test_the_first_bad_value_is_placed_beyond_the_first_window(tmp_path, capsys, monkeypatch):
+    import torchtitan_ckpt.tensor_look as look
+
+    monkeypatch.setattr(look, "WINDOW", 256)
+    values = torch.ones(50, 7)
+    values[41, 3] = values[44, 0] = float("inf")
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    out = json.loads(said(capsys, "inspect", tmp_path, "--tensor", "w", "--json"))
+    assert (out["first_bad"], out["inf"]) == ([41, 3], 2)
+    assert "the first NaN or Inf at [41, 3]" in said(capsys, "inspect", tmp_path, "--tensor", "w")
+
+
+def test_the_guess_does_not_depend_on_the_order_of_the_families(monkeypatch):
+    from torchtitan_ckpt import families
+    from torchtitan_ckpt.mapping.keys import hf_entries
+
+    tiny = json.loads((Path(QWEN3).parent / "published" / "tiny_configs.json").read_text())
+    backwards = tuple(reversed(families.names()))
+    keys = {}
+    for config in tiny.values():
+        family = families.of_config(config)
+        keys[family.name] = list(hf_entries(family.mapping(config, family.generations[0])))
+    monkeypatch.setattr(families, "names", lambda: backwards)
+    assert {name: guess_family(row).family for name, row in keys.items()} == {n: n for n in keys}
+
+
 def test_a_sharded_tensor_is_read_across_files():
     whole = look_at_tensor(str(GOLDEN / "torch-2.13-4ranks"), "columns")
     assert len(whole.shards) == 3

@@ -317,6 +317,46 @@ def test_a_flipped_bit_of_a_torch_file_is_found(tmp_path, capsys):
     assert codes(run(capsys, path, "--deep")[1]) == ["checksum.differs"]
 
 
+def test_bytes_behind_the_items_are_found_by_the_checksums(tmp_path, capsys):
+    folder = tmp_path / "s"
+    dcp.save({"layers.0.w": torch.randn(5, 3)}, folder, checksums=True)
+    with (folder / "__0_0.distcp").open("ab") as file:
+        file.write(b"more")
+    assert codes(run(capsys, folder, "--deep")[1]) == ["checksum.size"]
+
+
+def test_parts_of_other_constants_are_no_constant():
+    from torchtitan_ckpt.scan import Values
+
+    total = Values("float32")
+    for value in (2.0, 3.0):
+        part = Values("float32")
+        part.add(memoryview(torch.full((4,), value).numpy()).cast("B"))
+        assert part.constant
+        total.merge(part)
+    assert not total.constant
+    assert total.count == 8
+
+
+def test_a_storage_that_two_tensors_share_is_read_once(tmp_path):
+    whole = torch.randn(40, 9)
+    torch.save({"a": whole, "b": whole[3:7], "c": whole}, tmp_path / "x.pt")
+    deep = read_deep(read_manifest(tmp_path / "x.pt"))
+    assert deep.bytes_read == 40 * 9 * 4
+    assert deep.problems == []
+
+
+def test_places_are_right_in_every_stretch(tmp_path, monkeypatch):
+    import torchtitan_ckpt.verify_deep as module
+
+    monkeypatch.setattr(module, "_STRETCH", 2**20)
+    values = torch.ones(1000, 1001)
+    values[999, 5] = float("nan")
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    manifest = read_manifest(tmp_path)
+    assert read_deep(manifest).values["w"].first_bad == 999 * 1001 + 5
+
+
 def test_statistics_only_with_stats(tmp_path, capsys):
     folder = torch_save({"layers.0.w": torch.randn(50, 30)}, tmp_path / "s")
     assert "stats" not in run(capsys, folder, "--deep")[1]["deep"]

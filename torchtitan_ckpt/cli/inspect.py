@@ -258,6 +258,7 @@ def _look_json(look: TensorLook) -> dict[str, Any]:
         "note": look.note,
         "nan": look.values.nans,
         "inf": look.values.infs,
+        "first_bad": None if look.first_bad is None else list(look.first_bad),
         "constant": look.values.constant,
         "zeros": stats.zeros,
         "denormals": stats.denormals,
@@ -287,6 +288,8 @@ def _look_text(look: TensorLook) -> str:
         f"  counts     {stats.zeros} zeros, {stats.denormals} denormals, {values.nans} NaN, "
         f"{values.infs} Inf"
     )
+    if look.first_bad is not None:
+        rows.append(f"             the first NaN or Inf at {list(look.first_bad)}")
     if values.constant:
         rows.append(f"  constant   every element is {values.value()}")
     if look.corner:
