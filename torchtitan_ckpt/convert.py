@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torchtitan_ckpt import convert_run as run
 from torchtitan_ckpt import convert_sink as sinks
 from torchtitan_ckpt.assets import assets_of, config_changes, copy_assets
 from torchtitan_ckpt.collective import Ranks
-from torchtitan_ckpt.config import TRAINING_STATES
+from torchtitan_ckpt.convert_account import flat_objects
 from torchtitan_ckpt.convert_options import Options
 from torchtitan_ckpt.convert_plan import Conversion, decide
 from torchtitan_ckpt.convert_source import Source, open_source
@@ -84,12 +84,14 @@ class _Job:
         self.conversion, self.options, self.ranks = conversion, conversion.options, ranks
         self.progress = progress
         self.threads = run.threads_of(self.options.threads)
-        self.piece = run.piece_bytes(self.options.window, self.threads)
+        target_format = conversion.target_format
+        self.piece = run.piece_bytes(self.options.window, self.threads, target_format)
         target = Path(self.options.dst.removeprefix("file://"))
         self.place = Workspace(target, self._word())
         self.sync = not self.options.no_sync
         self.files: tuple[str, ...] = ()
-        if conversion.target_format == "hf":
+        self.digests: run.Digests | None = None if self.options.no_verify else {}
+        if target_format == "hf":
             size = self.options.max_shard_size
             self.layout, self.by_file = sinks.layout_of(conversion.units, size)
             self.files = tuple(self.layout.files)
@@ -148,7 +150,9 @@ class _Job:
                     count(sum(map(nbytes, self.by_file[name])))
                     continue
                 with sink:
-                    run.write(self.by_file[name], sink, self.piece, self.threads, count)
+                    run.write(
+                        self.by_file[name], sink, self.piece, self.threads, count, self.digests
+                    )
         with self.ranks.together("writing the index"):
             if self.ranks.rank == 0:
                 sinks.gather(self.place.files, self.place.out, self.layout, sync_files=self.sync)
@@ -168,7 +172,7 @@ class _Job:
             ) as writer,
         ):
             sink = sinks.DcpSink(writer)
-            run.write(units, sink, self.piece, self.threads, count)
+            run.write(units, sink, self.piece, self.threads, count, self.digests)
             if ranks.rank == 0:
                 self._dcp_objects(sink)
             items = sink.finish()
@@ -191,7 +195,7 @@ class _Job:
                 for key in keys:
                     sink.write_object(key, reader.object_bytes(key))
             return
-        for key, value in _flat(source.objects(keys)).items():
+        for key, value in flat_objects(source.objects(keys)).items():
             stream = io.BytesIO()
             torch.save(value, stream)
             sink.write_object(key, stream.getvalue())
@@ -204,7 +208,7 @@ class _Job:
             if self.ranks.rank == 0 and not path.exists():
                 count = self._counter("converting", conversion.units)
                 with sinks.torch_sink(path, conversion.units, self.sync) as sink:
-                    run.write(conversion.units, sink, self.piece, self.threads, count)
+                    run.write(conversion.units, sink, self.piece, self.threads, count, self.digests)
                     paths = None
                     if conversion.source_format == "dcp" and not self.options.flat:
                         paths = planner_paths(self.options.src, trust=self.options.trust)
@@ -228,7 +232,7 @@ class _Job:
             try:
                 if self.ranks.rank == 0:
                     self._verify_manifest(target)
-                run.compare(units, target, self.piece, self.threads, count)
+                run.compare(units, target, self.piece, self.threads, count, self.digests or {})
             finally:
                 target.close()
 
@@ -236,7 +240,7 @@ class _Job:
         run.compare_manifest(self.conversion.entries, target)
         wanted = self.conversion.source.objects(self.conversion.objects)
         if self.conversion.target_format == "dcp" and self.conversion.source_format != "dcp":
-            wanted = _flat(wanted)
+            wanted = flat_objects(wanted)
         if self.conversion.target_format == "dcp":
             lost = sorted(set(wanted) - set(target.manifest.objects))
             if lost:
@@ -363,25 +367,6 @@ class _Job:
             resumed=resumed,
             verified=not dry_run and not self.options.no_verify,
         )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects of a `.pt` under DCP's keys: a state's dict is taken apart, as a save would."""
-    out: dict[str, Any] = {}
-
-    def add(key: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
-            for name, part in value.items():
-                add(f"{key}.{name}", part)
-        elif value is not None:
-            out[key] = value
-
-    for key, value in values.items():
-        if key.partition(".")[0] in TRAINING_STATES:
-            add(key, value)
-        else:
-            out[key] = value
-    return out
 
 
 def _stat(path: str) -> list[tuple[str, int, int]]:

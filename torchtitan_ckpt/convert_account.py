@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -100,3 +101,22 @@ def is_plain(value: object) -> bool:
         return type(value) in (list, tuple, set, torch.Size) and all(map(is_plain, value))
     plain = (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
     return value is None or type(value) in plain or isinstance(value, torch.Tensor)
+
+
+def flat_objects(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects of a `.pt` under DCP's keys: a state's dict is taken apart, as a save would."""
+    out: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
+            for name, part in value.items():
+                add(f"{key}.{name}", part)
+        elif value is not None:
+            out[key] = value
+
+    for key, value in values.items():
+        if key.partition(".")[0] in TRAINING_STATES:
+            add(key, value)
+        else:
+            out[key] = value
+    return out

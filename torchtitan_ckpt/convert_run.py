@@ -1,4 +1,4 @@
-"""Running a conversion: pieces computed by threads, written in order, then compared again.
+"""Running a conversion: pieces computed by threads, written in order, read back and compared.
 
 In flight are at most `threads` pieces being computed and two that wait, so that memory is the
 window's, whatever the model's size.
@@ -6,32 +6,41 @@ window's, whatever the model's size.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+import xxhash
 
 from torchtitan_ckpt.convert_sink import Sink
 from torchtitan_ckpt.convert_source import Source
-from torchtitan_ckpt.convert_units import Made, Unit
+from torchtitan_ckpt.convert_units import Made, Piece, Place, Stored, Unit
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys
-from torchtitan_ckpt.manifest import TensorEntry
+from torchtitan_ckpt.formats.tensor_bytes import memory
+from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
 from torchtitan_ckpt.mapping.apply import dtype_of, same_bytes
 
 T = TypeVar("T")
 Count = Callable[[int], None]  # told the bytes of target tensors that are done
+Digests = dict[Place, int]  # of each box of the target, as it was made
 
 
 def threads_of(asked: int | None) -> int:
     return asked or min(4, os.cpu_count() or 1)
 
 
-def piece_bytes(window: int, threads: int) -> int:
+# Larger pieces are no faster: their memory goes back to the system and is cleared again each time.
+# A piece of a DCP becomes an item of its own, and a checkpoint should not have too many.
+_LARGEST = {"hf": 8 * 2**20, "pt": 8 * 2**20, "dcp": 16 * 2**20}
+
+
+def piece_bytes(window: int, threads: int, target: str) -> int:
     """Bytes of one piece, so that all in flight fit the window."""
-    return max(window // (threads + 2), 2**12)
+    return max(min(window // (threads + 2), _LARGEST[target]), 2**12)
 
 
 def in_order(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
@@ -55,8 +64,28 @@ def _quietly(job: Callable[[], T]) -> T:
         return job()
 
 
-def write(units: Iterable[Unit], sink: Sink, max_bytes: int, threads: int, count: Count) -> None:
-    """Make every piece that the sink does not have yet, and write it."""
+def write(
+    units: Iterable[Unit],
+    sink: Sink,
+    max_bytes: int,
+    threads: int,
+    count: Count,
+    digests: Digests | None = None,
+) -> None:
+    """Make every piece that the sink does not have yet, and write it.
+
+    `digests` takes a digest of each box as it was made, for `compare`.
+    """
+
+    def job(piece: Piece) -> Callable[[], Made]:
+        def made() -> Made:
+            values = piece.make()
+            if digests is not None:
+                for place, (_, _, tensor) in zip(piece.places, values, strict=True):
+                    digests[place] = _digest(tensor)
+            return values
+
+        return made
 
     def jobs() -> Iterator[Callable[[], Made]]:
         for unit in units:
@@ -64,7 +93,7 @@ def write(units: Iterable[Unit], sink: Sink, max_bytes: int, threads: int, count
                 if all(sink.done(place) for place in piece.places):
                     count(_bytes(unit, piece.places))
                 else:
-                    yield piece.make
+                    yield job(piece)
 
     for made in in_order(jobs(), threads):
         for key, offsets, tensor in made:
@@ -72,40 +101,49 @@ def write(units: Iterable[Unit], sink: Sink, max_bytes: int, threads: int, count
             count(tensor.numel() * tensor.element_size())
 
 
-def _bytes(unit: Unit, places: Sequence[Any]) -> int:
-    size = 0
-    dtypes = {entry.key: dtype_of(entry.dtype).itemsize for entry in unit.entries}
-    for key, _, sizes in places:
-        numel = 1
-        for n in sizes:
-            numel *= n
-        size += numel * dtypes[key]
-    return size
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(memory(tensor.contiguous()))
+
+
+def _bytes(unit: Unit, places: Sequence[Place]) -> int:
+    sizes = {entry.key: ITEM_SIZE[entry.dtype] for entry in unit.entries}
+    return sum(math.prod(shape) * sizes[key] for key, _, shape in places)
 
 
 def compare(
-    units: Iterable[Unit], target: Source, max_bytes: int, threads: int, count: Count
+    units: Iterable[Unit],
+    target: Source,
+    max_bytes: int,
+    threads: int,
+    count: Count,
+    digests: Digests,
 ) -> None:
-    """Make every piece again, cut otherwise, and compare it with what the target gives back.
+    """Read the target back and compare every box with what the source gave.
 
+    A box that this run made is compared by its digest; one that an earlier run wrote is made again.
     Raises `SaveError` with the tensors that differ.
     """
 
-    def check(make: Callable[[], Made]) -> Callable[[], tuple[list[str], int]]:
-        def job() -> tuple[list[str], int]:
+    def job(unit: Unit, piece: Piece) -> Callable[[], tuple[list[str], int]]:
+        dtypes = {entry.key: entry.dtype for entry in unit.entries}
+
+        def checked() -> tuple[list[str], int]:
+            wanted = [digests.get(place) for place in piece.places]
+            if None in wanted:
+                wanted = [_digest(tensor) for _, _, tensor in piece.make()]
             bad, size = [], 0
-            for key, offsets, tensor in make():
-                there = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for (key, offsets, sizes), digest in zip(piece.places, wanted, strict=True):
+                there = torch.empty(sizes, dtype=dtype_of(dtypes[key]))
                 if there.numel():
                     target.fill(key, offsets, there)
-                if not same_bytes(there, tensor):
+                if _digest(there) != digest:
                     bad.append(key)
-                size += tensor.numel() * tensor.element_size()
+                size += there.numel() * there.element_size()
             return bad, size
 
-        return job
+        return checked
 
-    jobs = (check(piece.make) for unit in units for piece in unit.pieces(max_bytes * 3 // 4))
+    jobs = (job(unit, piece) for unit in units for piece in unit.pieces(max_bytes))
     bad: dict[str, None] = {}
     for keys, size in in_order(jobs, threads):
         bad.update(dict.fromkeys(keys))
@@ -145,8 +183,6 @@ def compare_manifest(entries: Iterable[TensorEntry], target: Source) -> None:
 
 def compare_ties(ties: Sequence[tuple[str, str]], source: Source, max_bytes: int) -> None:
     """Tied tensors, of which one is converted, must be equal. Raises `MismatchError`."""
-    from torchtitan_ckpt.convert_units import Stored
-
     bad = []
     for key, target in ties:
         mine, other = source.manifest.tensors[key], source.manifest.tensors[target]

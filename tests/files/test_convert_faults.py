@@ -176,7 +176,7 @@ def test_wrong_bytes_are_found_and_nothing_is_put_in_place(to, tmp_path, monkeyp
     go(tmp_path / "dcp", tmp_path / "out", to=to, config=str(MOE), no_verify=True)
 
 
-@pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
+@pytest.mark.parametrize("to", ["hf", "dcp", pytest.param("pt", marks=pytest.mark.slow)])
 def test_ranks_share_the_work(to, tmp_path):
     go(MOE, tmp_path / "dcp")
     dst = tmp_path / ("x.pt" if to == "pt" else "out")

@@ -35,16 +35,17 @@ class _Template:
 
 
 class ItemWriter:
-    """Writes tensors as torch.save archives."""
+    """Writes tensors as torch.save archives. Those up to `largest` bytes reuse archives' bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = _SMALL) -> None:
+        self._largest = largest
         self._templates: dict[tuple[torch.dtype, tuple[int, ...]], _Template | None] = {}
 
     def write(self, tensor: torch.Tensor, write: Write) -> int:
         """Hand the archive of a tensor to `write`; returns its length in bytes."""
         tensor = plain(tensor)
         size = tensor.numel() * tensor.element_size()
-        if size > _SMALL:
+        if size > self._largest:
             counter = _Counter(write)
             torch.save(_alone(tensor), cast(IO[bytes], counter))
             return counter.count
@@ -63,9 +64,12 @@ class ItemWriter:
         crc = pack("<I", zlib.crc32(payload))
         for at in template.crc_at:
             tail[at : at + 4] = crc
-        data = b"".join((template.head, payload, tail))
-        write(data)
-        return len(data)
+        if size > _SMALL:
+            for part in (template.head, payload, bytes(tail)):
+                write(part)
+        else:
+            write(b"".join((template.head, payload, tail)))
+        return len(template.head) + size + len(tail)
 
 
 class _Counter:

@@ -74,7 +74,7 @@ class DcpStreamWriter:
         self._folder, self._rank, self._word = Path(folder), rank, word
         self._journal = None if journal is None else Path(journal)
         self._sync, self._limit, self._progress = sync_files, max_file_bytes, progress
-        self._writer = ItemWriter()
+        self._writer = ItemWriter(largest=2**26)
         self._file: IO[bytes] | None = None
         self._at = 0
         self._complete: list[list[Item]] = self._resumed()
