@@ -30,6 +30,11 @@ _CAUSES = {
     errno.EROFS: ("the file system is read-only", "use another dump_folder"),
     errno.EIO: ("the device or the network file system failed", "look at the system's log"),
     errno.ENOTDIR: ("a part of the path is a file", "correct the dump_folder"),
+    errno.EEXIST: ("a file lies where a folder should be", "remove it, or use another folder"),
+    errno.EISDIR: ("a folder lies where a file should be", "remove it, or use another folder"),
+    errno.ENOENT: ("another process removed it meanwhile", "see whether two jobs share the folder"),
+    errno.ESTALE: ("the network file system lost the file", "look at the system's log"),
+    errno.EFBIG: ("the file may not grow so large", "look at ulimit -f and the file system"),
     errno.ENAMETOOLONG: ("a name is too long", "use a shorter dump_folder"),
 }
 
@@ -58,6 +63,7 @@ def claim(folder: Path) -> None:
     a dead one was replacing, sign. Raises SaveError where nothing can be written."""
     with os_errors_as_save_error(str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
+        _no_files_for_steps(folder)
         other = owner.read(folder)
         if other is not None and not owner.is_me(other) and owner.is_alive(other):
             logger.warning(
@@ -71,6 +77,25 @@ def claim(folder: Path) -> None:
             for path in folders.recover(folder):
                 logger.warning("%s is back: a process died while it replaced it", path)
         owner.write(folder)
+
+
+def _no_files_for_steps(folder: Path) -> None:
+    """A file that is called like a step would be in the way at the end of hours of training."""
+    files = [path for path in folders.list_steps(folder).values() if not path.is_dir()]
+    if files:
+        raise SaveError(
+            *(
+                Problem(
+                    code="save.step-is-file",
+                    what=f"{path.name} is a file, where a step folder would have to be.",
+                    where=str(path),
+                    expected="a folder, or nothing",
+                    actual="a file",
+                    fix="move it away",
+                )
+                for path in files
+            )
+        )
 
 
 def renew(folder: Path) -> None:

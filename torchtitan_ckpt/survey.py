@@ -108,8 +108,11 @@ def look_at_source(
     if detection.format == "hf":
         manifest = hf.read_manifest(path)
         return SourceView(path, option, True, "hf", quantized=is_quantized(manifest))
-    inside = _list(path)
-    steps = [folders.step_name(n) for n in sorted(inside[0])] if inside else []
+    # A job's folder, or its folder of checkpoints, is named easily by mistake.
+    steps: list[str] = []
+    for below in ("", f"{config.folder}/"):
+        inside = _list(f"{path}/{below}".rstrip("/"))
+        steps = steps or [below + folders.step_name(n) for n in sorted(inside[0] if inside else ())]
     return SourceView(
         path,
         option,

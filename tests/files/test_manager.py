@@ -411,6 +411,34 @@ def test_saving_a_step_again_replaces_it_whole_or_not_at_all(tmp_path, monkeypat
         assert (resumed.model.up.weight == 3).all()
 
 
+def test_a_file_called_like_a_step_is_refused_before_any_training(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "step-2").write_text("mine")
+    with pytest.raises(SaveError, match=r"save\.step-is-file"):
+        Job(tmp_path)
+    assert (tmp_path / "checkpoint" / "step-2").read_text() == "mine"
+
+
+def test_a_file_in_place_of_the_folder_is_said(tmp_path):
+    (tmp_path / "checkpoint").touch()
+    with pytest.raises(SaveError, match="a file lies where a folder should be"):
+        Job(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "checkpoint"])
+def test_a_jobs_folder_named_as_source_gets_its_step_suggested(tmp_path, below):
+    with Job(tmp_path / "x") as job:
+        job.train(2)
+    source = str(tmp_path / "x" / below)
+    with (
+        Job(tmp_path / "y", initial_load_path=source) as other,
+        pytest.raises(
+            RefusedError, match=r"--checkpoint\.initial_load_path .*/x/checkpoint/step-2"
+        ),
+    ):
+        other.manager.load()
+
+
 def test_a_folder_that_cannot_be_written_is_said_in_words(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SaveError, match="a part of the path is a file"):

@@ -112,7 +112,9 @@ class Archive:
                 code="zip.refused",
                 what=f"this archive is not read: {what}",
                 where=self.where,
-                fix="save it again with torch.save of torch 1.6 or newer",
+                cause="bytes of it were overwritten, or another program than torch.save wrote it",
+                fix="copy the file again, or use another checkpoint; an archive of another program "
+                "has to be saved again with torch.save",
             )
         )
 

@@ -37,10 +37,16 @@ def prepare(job: JobConfig, world_size: int) -> tuple[JobConfig, ParallelDegrees
     """The job with its model filled in, and its degrees; ConfigError where it cannot run."""
     if job.model is None:
         check_job(job, world_size)
-        job = replace(job, model=read_hf_config(job.hf_assets_path or "."))
+        job = replace(job, model=read_hf_config(_model_folder(job)))
     if job.checkpoint.create_seed_checkpoint:
         job = replace(job, device="cpu")
     return job, check_job(job, world_size)
+
+
+def _model_folder(job: JobConfig) -> str:
+    """Where config.json is looked for: beside the weights that the job starts from."""
+    weights = job.checkpoint.initial_load_path if job.checkpoint.initial_load_in_hf else None
+    return job.hf_assets_path or weights or "."
 
 
 def run(job: JobConfig, *, out: TextIO | None = None) -> None:

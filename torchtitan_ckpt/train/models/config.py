@@ -144,7 +144,8 @@ def read_hf_config(folder: str | Path) -> Qwen3Config:
             Problem(
                 code="train.no-model-config",
                 what=f"the model's config.json cannot be read: {error.strerror or error}",
-                where=str(path),
+                where=str(path.absolute()),
+                cause="--hf_assets_path names another folder, or is not given",
                 fix="point --hf_assets_path at a folder written by save_pretrained, or choose a "
                 "CONFIG that brings its own sizes",
             )
