@@ -238,6 +238,24 @@ def test_dcp_against_hugging_face_through_the_family(tmp_path, capsys, name, gen
         assert float(found["first"][hf_side]) == pytest.approx(float(real))
 
 
+def test_a_tied_copy_that_differs_and_keys_of_one_side_are_seen_both_ways(tmp_path, capsys):
+    source = QWEN3 / "dense-tied"
+    native = MappingAdapter(source).from_hf(weights(source))
+    folder = torch_save(native | {"stranger": torch.ones(3)}, tmp_path / "s")
+    state = weights(source)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][7, 3] = 9.0
+    del state["model.norm.weight"]
+    exported = hf(tmp_path / "hf", state)
+    for words, lacks in (((folder, exported), "only_a"), ((exported, folder), "only_b")):
+        code, report = run(capsys, *words, "--config", source)
+        assert code == 1
+        found = group(report, "different")
+        assert (found["name"], found["first"]["at"]) == ("lm_head.weight", [7, 3])
+        assert sorted(report[lacks]) == ["model.norm.weight", "stranger"]
+        assert report["only_b" if lacks == "only_a" else "only_a"] == []
+
+
 def test_generations_of_native_names_against_each_other(tmp_path, capsys):
     steps = []
     for generation in ("titan", "npu"):
@@ -265,9 +283,23 @@ def test_an_adapter_instead_of_a_family(tmp_path, capsys):
     folder = torch_save(native, tmp_path / "b")
     code, report = run(capsys, QWEN3 / "moe", folder, *words)
     assert (code, counts(report)["different"]) == (1, 1)
+    first = group(report, "different")["first"]
+    assert float(first["b"]) == 2 * float(first["a"])
+    assert float(first["a"]) == float(weights(QWEN3 / "moe")["model.norm.weight"][0])
 
 
 # Causes
+
+
+def test_a_cause_found_through_a_family_names_the_right_sides(tmp_path, capsys):
+    native = factory().from_hf(weights(QWEN3 / "moe"))
+    key = next(k for k in native if k.endswith("wq.weight"))
+    native[key] = rope(native[key], native[key].shape[0] // 18)
+    folder = torch_save(native, tmp_path / "s")
+    there = group(run(capsys, folder, QWEN3 / "moe")[1], "different")["causes"][0]
+    back = group(run(capsys, QWEN3 / "moe", folder)[1], "different")["causes"][0]
+    assert there.endswith("(heads of 18): a is interleaved, b has halves")
+    assert back.endswith("(heads of 18): a has halves, b has them interleaved")
 
 
 def rope(w, heads):
@@ -359,6 +391,30 @@ def test_windows_change_nothing(tmp_path):
         reports.append(out.groups)
     assert reports[0] == reports[1] == reports[2]
     assert reports[0][0].worst is not None
+
+
+def test_another_shape_of_the_same_elements_is_named_in_any_window(tmp_path):
+    w = torch.randn(60, 40)
+    paths = pair(tmp_path, {"w": w}, {"w": w.reshape(80, 30)})
+    for window in (2**21, 1300):
+        (found,) = diff(Options(a=str(paths[0]), b=str(paths[1]), window=window)).groups
+        assert found.causes == ("the same elements in the same order, in another shape",)
+
+
+def test_a_transpose_is_named_in_any_window(tmp_path):
+    w = torch.randn(60, 40)
+    paths = pair(tmp_path, {"w": w}, {"w": w.t()})
+    (found,) = diff(Options(a=str(paths[0]), b=str(paths[1]), window=1300)).groups
+    assert found.causes == ("the last two dimensions are transposed",)
+
+
+def test_a_nan_is_the_worst_in_any_window(tmp_path):
+    a, b = torch.ones(60, 40), torch.ones(60, 40)
+    b[0, 0], b[59, 39] = 1e30, float("nan")
+    paths = pair(tmp_path, {"w": a}, {"w": b})
+    (found,) = diff(Options(a=str(paths[0]), b=str(paths[1]), window=1300)).groups
+    assert found.worst is not None
+    assert found.worst[1].at == (59, 39)
 
 
 # Quantized
