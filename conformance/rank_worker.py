@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import importlib
 import os
 import pickle
@@ -33,8 +32,6 @@ READY = b"ready"
 FAILED = b"!"
 # Frames that say a rank is waiting for others rather than busy with itself.
 COLLECTIVE_MARKS = ("distributed_c10d.py", "_functional_collectives.py", "in barrier")
-# Beyond this many threads what holds groups of earlier calls is looked for.
-_MANY_THREADS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +174,7 @@ def _leave_group() -> None:
 def _forget_meshes() -> None:
     """Empty torch's caches that are keyed by device meshes.
 
-    Meshes of two calls can be equal, and what is cached for the first names groups that are gone;
-    the cached meshes also keep every group's threads alive.
+    Meshes of two calls can be equal, and what is cached for the first names groups that are gone.
     """
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
@@ -189,8 +185,6 @@ def _forget_meshes() -> None:
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
-    if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
-        gc.collect()
 
 
 def _end_with_parent(life: Connection) -> None:
