@@ -49,15 +49,17 @@ class Ranks:
         if self.group is None:
             return [value]
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
+        with _peers_answer():
+            dist.all_gather_object(out, value, group=self.group)
         return out
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value on every rank."""
         if self.group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+        box, first = [value], dist.get_global_rank(self.group, 0)
+        with _peers_answer():
+            dist.broadcast_object_list(box, src=first, group=self.group)
         return box[0]
 
     @contextlib.contextmanager
@@ -84,6 +86,26 @@ class Ranks:
         if error is not None and rank == self.rank:
             raise error
         raise _unpack(packed, rank, what, sum(f is not None for f in failures)) from error
+
+
+@contextlib.contextmanager
+def _peers_answer() -> Iterator[None]:
+    """Turn what a collective raises when a rank has gone into a RankError."""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = own_error(error)
+        if isinstance(failure, CheckpointError):
+            raise failure from error
+        raise RankError(
+            Problem(
+                code="ranks.lost",
+                what="Another rank has gone, or does not answer.",
+                actual=str(error).strip().partition("\n")[0][:300],
+                cause="its process ended or was killed, or the network between the nodes fails",
+                fix="look for the first error in the logs of the other ranks",
+            )
+        ) from error
 
 
 def _pack(error: Exception) -> tuple[str, tuple[Problem, ...]]:

@@ -8,6 +8,7 @@ purge them. Local file systems only; over fsspec a step is written in place, its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -29,6 +30,9 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _UNFINISHED = re.compile(r"unfinished\.(\d+)\.([A-Za-z0-9]+)\.(\d+)\.(\d+)\.[0-9a-f]{8}")
 _REPLACED = re.compile(r"replaced\.(\d+)\.[0-9a-f]{8}")
 _REMOVED = re.compile(r"removed\.[0-9a-f]{8}")
+
+# What renaming a folder answers when its new name is that of a step, a link or a file.
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 # What a file system answers that cannot swap two names, among them NFS and FUSE.
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -118,14 +122,12 @@ def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
     if sync:
         sync_dir(path)
     target = folder / step_name(step)
-    if os.path.lexists(target):
-        old = _exchange(path, target, step)
+    old = _put_in_place(path, target, step)
+    if old is not None:
         try:
             remove(old)
         except OSError as error:  # the new step is in place; `leftovers` finds the old one
             logger.warning("could not remove %s, which was replaced: %s", old, error)
-    else:
-        os.rename(path, target)
     if sync:
         sync_dir(folder)
     return target
@@ -148,7 +150,7 @@ def remove(path: Path) -> None:
         os.rename(path, hidden)
     except FileNotFoundError:
         return
-    if hidden.is_symlink():
+    if hidden.is_symlink() or hidden.is_file():
         hidden.unlink()
         return
     while True:
@@ -220,6 +222,20 @@ def sync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _put_in_place(new: Path, target: Path, step: int) -> Path | None:
+    """Give `new` the name `target`; returns where what had that name is now. Another job may take
+    or free the name at any time."""
+    while True:
+        try:
+            os.rename(new, target)
+            return None
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            return _exchange(new, target, step)
 
 
 def _exchange(new: Path, target: Path, step: int) -> Path:

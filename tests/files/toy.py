@@ -67,7 +67,7 @@ class TrainState:
 class Job:
     """One process training `Toy`; `manager(...)` builds a CheckpointManager over all of it."""
 
-    def __init__(self, folder, seed=0, dtype=torch.float32, model=None, **options):
+    def __init__(self, folder, seed=0, dtype=torch.float32, model=None, adapter=None, **options):
         torch.manual_seed(seed)
         self.model = model or Toy(dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=False)
@@ -81,6 +81,7 @@ class Job:
             lr_schedulers=[self.scheduler],
             dataloader=self.loader,
             states={"train_state": self.progress},
+            sd_adapter=adapter,
             base_folder=str(folder),
         )
 

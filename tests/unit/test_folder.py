@@ -161,16 +161,18 @@ def replaceable(tmp_path):
 def test_a_replacement_that_fails_half_way_leaves_the_old_step(tmp_path, monkeypatch):
     no_exchange(monkeypatch)
     path = replaceable(tmp_path)
-    real = os.rename
+    real, seen = os.rename, []
 
     def rename(a, b):
-        if a == path:
+        if a == path and not b.exists():
+            seen.append(sorted(p.name[:8] for p in tmp_path.iterdir()))
             raise OSError(5, "Input/output error")
         real(a, b)
 
     monkeypatch.setattr(folder.os, "rename", rename)
     with pytest.raises(OSError, match="Input/output"):
         folder.publish(path, tmp_path, 5, sync=False)
+    assert seen == [["replaced", "unfinish"]], "it was not half-way"
     assert (tmp_path / "step-5" / "data").read_text() == "old"
 
 
@@ -187,6 +189,37 @@ def test_an_exchange_that_fails_is_not_tried_in_two_steps(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="Input/output"):
         folder.publish(path, tmp_path, 5, sync=False)
     assert (tmp_path / "step-5" / "data").read_text() == "old"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_name_that_another_job_takes_or_frees_meanwhile(tmp_path, monkeypatch, exchange):
+    """The second of two jobs gets its step in place, whichever of them was faster."""
+    if not exchange:
+        no_exchange(monkeypatch)
+    path = replaceable(tmp_path)
+    real = folder._exchange
+
+    def freed(new, target, step):
+        if (target / "data").read_text() == "old":
+            folder.remove(target)
+        return real(new, target, step)
+
+    monkeypatch.setattr(folder, "_exchange", freed)
+    folder.publish(path, tmp_path, 5, sync=False)
+    assert (tmp_path / "step-5" / "data").read_text() == "new"
+    assert os.listdir(tmp_path) == ["step-5"]
+
+
+def test_an_empty_step_a_file_or_a_link_in_the_way_is_replaced(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-2").touch()
+    (tmp_path / "step-3").symlink_to("nowhere")
+    for step in (1, 2, 3):
+        path = folder.begin(tmp_path, step)
+        finish(path, "new")
+        folder.publish(path, tmp_path, step, sync=False)
+        assert (tmp_path / f"step-{step}" / "data").read_text() == "new"
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def test_a_step_that_a_dead_process_was_replacing_comes_back(tmp_path):

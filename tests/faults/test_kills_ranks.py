@@ -1,0 +1,76 @@
+"""The same on several ranks: all die at once, or one dies and the others meet its absence."""
+
+import random
+import time
+
+import pytest
+
+from tests.faults import rank_jobs
+
+
+def truth_of(lab, size, until):
+    ranks = lab.ranks(rank_jobs.record, size, until)
+    return [child.wait() for child in ranks]
+
+
+def restart(lab, size, folder, truth):
+    store = lab._folder / f"restart-{time.monotonic_ns()}"
+    children = [
+        lab.start(rank_jobs.restart, str(store), rank, size, folder, truth[rank])
+        for rank in range(size)
+    ]
+    return [child.wait() for child in children]
+
+
+def career(lab, folder, size, seed, kills):
+    rng = random.Random(seed)
+    truth = truth_of(lab, size, 4 * kills + 8)
+    known = 0
+    for number in range(kills):
+        mode = rng.choice(["disabled", "async"])
+        alone = number % 2 == 1
+        ranks = lab.ranks(rank_jobs.live_or_say, size, folder, 10**6, async_mode=mode)
+        victim = ranks[rng.randrange(size)]
+        number_of_saves, seen = rng.randrange(3), 0
+
+        def reached(message, number_of_saves=number_of_saves):
+            nonlocal seen
+            seen += message[0] == ("saved" if number_of_saves else "loaded")
+            return seen >= max(1, number_of_saves)
+
+        victim.listen(120, reached)
+        victim.listen(rng.random() * 0.2)
+        victim.kill()
+        texts = []
+        for child in ranks:
+            if not alone:
+                child.kill()
+            elif child is not victim and not child.listen(40):
+                child.kill()
+                raise AssertionError(f"kill {number}: a survivor hung\n{child.output()}")
+            child.listen(30)
+            assert child.over
+            assert not child.failed, f"kill {number}, {mode}: {child.failed}"
+            texts += [child.value] if child.value else []
+        for text in texts:
+            assert text.startswith("["), f"kill {number}: no code in {text}"
+        known = max([known, *(m[1] for c in ranks for m in c.said if m[0] == "saved")])
+        after = restart(lab, size, folder, truth)
+        story = f"kill {number}, {mode}, {'one' if alone else 'all'}: {after}"
+        for one in after:
+            assert not one["wrong"], story
+            assert not one["left"], story
+            assert one["same"], story
+            assert one["next"], story
+            assert one["resumed"] == max(one["full"], default=0) >= known, story
+        known = after[0]["resumed"] + 1
+
+
+def test_six_kills_on_two_ranks(lab, tmp_path, seed):
+    career(lab, str(tmp_path / "job"), 2, seed, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "kills"), [(2, 40), (4, 60)])
+def test_many_kills_on_ranks(lab, tmp_path, seed, size, kills):
+    career(lab, str(tmp_path / "job"), size, seed + size, kills)
