@@ -1,6 +1,6 @@
 """`convert`: from DCP, Hugging Face safetensors or .pt to any of them, streamed and verified.
 
-    torchtitan-ckpt convert outputs/x/checkpoint/step-1000 exported/ --config Qwen/Qwen3-0.6B \\
+    torchtitan-ckpt convert outputs/x/checkpoint/step-1000 exported/ --config assets/Qwen3-0.6B \\
         --export-dtype bfloat16
 """
 
