@@ -19,7 +19,7 @@ from tests.files.convert_lab import (
 )
 from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.errors import ConfigError, MismatchError, RefusedError
-from torchtitan_ckpt.formats.quantized_math import dequantize
+from torchtitan_ckpt.formats.quantized_math import dequantize, quantize_fp8
 from torchtitan_ckpt.mapping.w13 import shard_fused
 
 MOE = FIXTURES / "moe"
@@ -178,3 +178,34 @@ def test_pinned_dtypes_of_a_family_are_kept(tmp_path):
     half = dcp_tensors(tmp_path / "half", tmp_path / "x.pt")
     assert half["layers.0.moe.expert_bias_E"].dtype == torch.float32
     assert half["norm.weight"].dtype == torch.bfloat16
+
+
+def test_fp8_of_tensors_cut_into_many_pieces(tmp_path):
+    """Rows and columns of several blocks, the last ones short, in a window of a few rows."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 264,
+        "intermediate_size": 392,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 62,
+        "vocab_size": 30,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    torch.manual_seed(9)
+    entries = MappingAdapter(config).hf_entries()
+    plain = {
+        k: torch.randn(e.shape).bfloat16() * (i + 1) for i, (k, e) in enumerate(entries.items())
+    }
+    write_hf(tmp_path / "plain", plain, config)
+    for name, window in (("narrow", 2**16), ("wide", 2**28)):
+        go(tmp_path / "plain", tmp_path / name, to="hf", quantize="fp8", window=window)
+    narrow = hf_tensors(tmp_path / "narrow")
+    assert same_dict(narrow, hf_tensors(tmp_path / "wide"))
+    key = "model.layers.0.mlp.gate_proj.weight"
+    codes, scale = quantize_fp8(plain[key])
+    assert scale.shape == (4, 3)
+    assert same(narrow[key], codes)
+    assert same(narrow[f"{key}_scale_inv"], scale)
