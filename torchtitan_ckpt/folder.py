@@ -183,9 +183,10 @@ def leftovers(folder: Path) -> tuple[list[Unfinished], list[Path]]:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Give steps their names back that a process took away to replace them, and then died.
+    """Give steps their names back that were taken away to be replaced, and were not.
 
-    That takes a file system that cannot swap two names. Returns the steps; logs nothing.
+    That takes a file system that cannot swap two names, and a process that died or met an error
+    just then. Returns the steps; logs nothing.
     """
     back = []
     try:
@@ -234,8 +235,11 @@ def _put_in_place(new: Path, target: Path, step: int) -> Path | None:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return _exchange(new, target, step)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, *_TAKEN):
+                raise
 
 
 def _exchange(new: Path, target: Path, step: int) -> Path:
@@ -265,6 +269,8 @@ def _replace_in_two(new: Path, target: Path, step: int) -> Path:
     try:
         os.rename(new, target)
     except OSError:
-        os.rename(spare, target)
+        # If this fails as well, or another process was faster, `recover` sees to it.
+        with contextlib.suppress(OSError):
+            os.rename(spare, target)
         raise
     return spare

@@ -74,8 +74,7 @@ def claim(folder: Path) -> None:
                 other.host,
             )
         else:
-            for path in folders.recover(folder):
-                logger.warning("%s is back: a process died while it replaced it", path)
+            _recover(folder)
         owner.write(folder)
 
 
@@ -106,6 +105,11 @@ def renew(folder: Path) -> None:
         logger.warning("could not renew the owner record in %s: %s", folder, error)
 
 
+def _recover(folder: Path) -> None:
+    for path in folders.recover(folder):
+        logger.warning("%s is back: its replacement had not been finished", path)
+
+
 def write_step(
     ranks: Ranks, folder: str, step: int, write: Callable[[str], None], *, sync: bool
 ) -> str:
@@ -120,6 +124,7 @@ def write_step(
     with ranks.together(f"making the folder of step {step}"):
         if ranks.rank == 0:
             with os_errors_as_save_error(folder):
+                _recover(Path(folder))
                 path = str(folders.begin(Path(folder), step))
     path = ranks.broadcast(path)
     try:

@@ -322,7 +322,7 @@ def fail_at(folder, name, truth, at, action, error, failing=shim.KINDS):
             if not isinstance(e, InputError if struck.startswith("open-read step-") else SaveError)
         ],
         "saved": target in saved,
-        "lost": [n for n in range(1, scene["base"] + 1) if n not in saved],
+        "lost": [n for n in range(1, scene["base"] + 1) if n not in saved and not _away(output, n)],
         # A step that keep_latest_k lets go may vanish while it is looked at.
         "wrong": wrong_steps(folder, truth, wide, at_least=target - 1),
         "continued": "",
@@ -342,6 +342,11 @@ def fail_at(folder, name, truth, at, action, error, failing=shim.KINDS):
             running.manager.close()
     result["restart"] = restart(folder, truth, wide)
     return result
+
+
+def _away(output, step):
+    """Whether a step was being replaced where names cannot be swapped: the next save returns it."""
+    return any(output.glob(f"replaced.{step}.*"))
 
 
 def _words(error):

@@ -4,6 +4,7 @@ The job is the conformance suite's, whose state after each step is known; a dige
 """
 
 import hashlib
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from conformance.jobs import Job, small_table
 from tests.faults import lab
 from tests.faults.jobs import strays, visible
+from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.parallel import ParallelDegrees
@@ -121,3 +123,17 @@ def restart(store, rank, size, folder, truth):
         "left": strays(folder),
         "next": step + 1 in [number for number, _ in visible(output)],
     }
+
+
+def meet_an_absence(store, rank, size, what):
+    """Rank 1 is gone before the others come together; what they are told."""
+    join(store, rank, size)
+    ranks = Ranks.current()
+    ranks.gather(rank)
+    if rank == 1:
+        os._exit(1)
+    try:
+        ranks.gather(rank) if what == "gather" else ranks.broadcast(rank)
+    except CheckpointError as error:
+        return str(error)
+    return "nobody was missed"

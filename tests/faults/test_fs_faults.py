@@ -61,6 +61,9 @@ def complaint(lab, truth, prepared, scenario, at, fault):
     after = result["restart"]
     wrong += [*after["wrong"], *after["wrong after"], *after["left"]]
     wrong += [f"after the restart: not {key}" for key in ("same", "next") if not after[key]]
+    if scene.get("keep_latest_k", 2) == 0:
+        kept = {n for n, _ in after["kept"]}
+        wrong += [f"step {n} is lost" for n in range(1, scene["base"] + 1) if n not in kept]
     if after["resumed"] != max(after["full"], default=0):
         wrong.append(f"step {after['resumed']} was resumed, of {after['full']}")
     return "; ".join(wrong)
@@ -120,6 +123,14 @@ def test_a_zip_writer_that_fails_names_the_cause(lab, truth, prepared, calls):
     large = [n for n, call in enumerate(calls("wide"), 1) if call.startswith("write unfinished")]
     cases = [("wide", at, "full") for at in large[len(large) // 2 :: 20]]
     check(lab, truth, prepared, calls, cases)
+
+
+@pytest.mark.parametrize("fault", ["broken", "read-only"])
+def test_a_replacement_that_fails_half_way_leaves_the_old_step(lab, truth, prepared, calls, fault):
+    """Where names cannot be swapped: the old step is away, the new one does not get its name."""
+    scenario = "again without exchange"
+    away = calls(scenario).index("rename step-2") + 1
+    check(lab, truth, prepared, calls, [(scenario, away, fault), (scenario, away + 1, fault)])
 
 
 @pytest.mark.slow

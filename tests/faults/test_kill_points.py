@@ -5,6 +5,7 @@ Which calls there are is counted in a run that nobody disturbs. By default a see
 """
 
 import random
+import re
 
 import pytest
 
@@ -69,6 +70,15 @@ def test_the_turning_points_of_a_replacement(lab, truth, prepared, calls, after)
     scenario = "again without exchange"
     first = calls(scenario).index("rename step-2") + 1
     check(lab, truth, prepared, calls, [(scenario, first + after, action) for action in DEATHS])
+
+
+def test_the_removal_of_an_old_step(lab, truth, prepared, calls):
+    """Its name goes first: a step that loses its files one by one must not look like one."""
+    touched = [
+        n for n, call in enumerate(calls("next"), 1) if re.match(r"\S+ (step-1|removed\.)", call)
+    ]
+    assert len(touched) >= 4
+    check(lab, truth, prepared, calls, [("next", at, Action.DIE_AFTER) for at in touched])
 
 
 @pytest.mark.slow

@@ -70,6 +70,14 @@ def test_six_kills_on_two_ranks(lab, tmp_path, seed):
     career(lab, str(tmp_path / "job"), 2, seed, 6)
 
 
+@pytest.mark.parametrize("what", ["gather", "broadcast"])
+def test_a_rank_that_has_gone_is_told_in_words(lab, what):
+    first, *_ = lab.ranks(rank_jobs.meet_an_absence, 2, what)
+    text = first.wait(90)
+    assert text.startswith("[ranks.lost] Another rank has gone")
+    assert "logs of the other ranks" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "kills"), [(2, 40), (4, 60)])
 def test_many_kills_on_ranks(lab, tmp_path, seed, size, kills):
