@@ -119,8 +119,11 @@ def serve(
         with contextlib.suppress(BrokenPipeError):
             connection.send_bytes(answer)
         if answer.startswith(FAILED):
-            # Closing the connections frees peers that wait for this rank.
-            _leave_group()
+            # As in a job, who fails ends: only that surely closes the connections its peers wait
+            # on. Leaving the group does not, while anything still refers to it.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def _run(job: Job, store: TCPStore) -> bytes:
