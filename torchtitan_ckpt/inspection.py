@@ -159,7 +159,7 @@ def _step(path: str, manifest: Manifest, trust: bool) -> str:
 def _read_scalar(path: str, key: str) -> float:
     import torch
 
-    from torchtitan_ckpt.convert_source import open_source
+    from torchtitan_ckpt.convert.source import open_source
 
     source = open_source(path, raw=True)
     try:

@@ -51,7 +51,7 @@ def look_at_tensor(
     """Read one tensor in windows. Raises `NotFoundError` with the nearest key."""
     import torch
 
-    from torchtitan_ckpt.convert_source import open_source
+    from torchtitan_ckpt.convert.source import open_source
     from torchtitan_ckpt.formats.hf_boxes import split_box
     from torchtitan_ckpt.formats.tensor_bytes import memory
 

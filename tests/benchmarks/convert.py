@@ -52,7 +52,7 @@ import torch, torch.distributed.checkpoint, safetensors.torch
 import torch.distributed.checkpoint.hf_storage, torch.distributed.checkpoint.format_utils
 from torchtitan_ckpt import convert
 from torchtitan_ckpt.adapter import MappingAdapter
-from torchtitan_ckpt.convert_options import Options
+from torchtitan_ckpt.convert.options import Options
 import warnings; warnings.simplefilter("ignore")
 def anonymous():
     with open("/proc/self/status") as file:

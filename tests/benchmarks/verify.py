@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torchtitan_ckpt.formats import dcp, read_manifest
 from torchtitan_ckpt.formats.hf_header import build_header
 from torchtitan_ckpt.verify import check_structure
-from torchtitan_ckpt.verify_deep import read_deep
+from torchtitan_ckpt.verify.deep import read_deep
 
 
 def timed(calls: dict[str, Callable[[], object]], runs: int, cold: Path | None) -> dict[str, float]:

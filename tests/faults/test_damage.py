@@ -14,9 +14,9 @@ import shutil
 import pytest
 
 from tests.faults import jobs
-from torchtitan_ckpt import verify, verify_deep
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS
+from torchtitan_ckpt.verify import deep, structure
 
 DATA = "__0_0.distcp"
 
@@ -39,10 +39,10 @@ def copy_of(saved, tmp_path):
 def findings(path):
     """What `verify --deep` says against a step, as text; empty when it finds it sound."""
     try:
-        found = verify.check_structure(str(path))
+        found = structure.check_structure(str(path))
         problems = list(found.problems)
         if found.manifest is not None:
-            problems += verify_deep.read_deep(found.manifest, threads=1).problems
+            problems += deep.read_deep(found.manifest, threads=1).problems
     except CheckpointError as error:
         problems = list(error.problems)
     return "\n".join(map(str, problems))
@@ -128,7 +128,7 @@ def test_every_truncation_is_found_and_the_older_step_is_resumed(saved, tmp_path
 
 def test_a_flipped_bit_in_a_small_tensor_is_not_loaded(saved, tmp_path):
     folder, step, _ = copy_of(saved, tmp_path)
-    manifest = verify.check_structure(str(step)).manifest
+    manifest = structure.check_structure(str(step)).manifest
     shard = manifest.tensors["up.weight"].shards[0]
     data = (step / shard.file).read_bytes()
     with jobs.job(folder, wide=True, load_only=True) as job:

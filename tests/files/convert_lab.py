@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.files.dcp_lab import bits
 from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.convert import Result, convert
-from torchtitan_ckpt.convert_options import Options
+from torchtitan_ckpt.convert.options import Options
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "qwen3"
 

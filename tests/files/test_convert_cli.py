@@ -10,7 +10,7 @@ import torch
 from tests.files.convert_lab import FIXTURES, go, hf_tensors, native_of, same_dict
 from torchtitan_ckpt.cli import main
 from torchtitan_ckpt.cli.convert import _size
-from torchtitan_ckpt.convert_options import parse_bytes
+from torchtitan_ckpt.convert.options import parse_bytes
 from torchtitan_ckpt.errors import ConfigError
 from torchtitan_ckpt.formats import dcp
 

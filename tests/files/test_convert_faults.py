@@ -36,15 +36,15 @@ def stopping_after(count, *words):
     """The command in a process that kills itself, as the system would, at its n-th piece."""
     code = (
         "import os, signal, sys\n"
-        "from torchtitan_ckpt import convert_run\n"
+        "from torchtitan_ckpt.convert import run\n"
         "from torchtitan_ckpt.cli import main\n"
         "left = [int(sys.argv[1])]\n"
-        "old = convert_run._quietly\n"
+        "old = run._quietly\n"
         "def quietly(job):\n"
         "    left[0] -= 1\n"
         "    if left[0] < 0: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return old(job)\n"
-        "convert_run._quietly = quietly\n"
+        "run._quietly = quietly\n"
         "sys.exit(main(sys.argv[2:]))\n"
     )
     done = subprocess.run(
@@ -77,15 +77,15 @@ def test_hugging_face_output_goes_on_after_a_kill(after, tmp_path):
 
 
 def test_dcp_output_goes_on_after_a_kill(tmp_path, monkeypatch):
-    from torchtitan_ckpt import convert, convert_run
+    from torchtitan_ckpt.convert import engine, run
     from torchtitan_ckpt.formats import dcp_stream
 
     class Small(dcp_stream.DcpStreamWriter):
         def __init__(self, *args, **options):
             super().__init__(*args, **options, max_file_bytes=40_000)
 
-    monkeypatch.setattr(convert, "DcpStreamWriter", Small)
-    old, made = convert_run._quietly, []
+    monkeypatch.setattr(engine, "DcpStreamWriter", Small)
+    old, made = run._quietly, []
 
     class Stop(BaseException):
         pass
@@ -96,14 +96,14 @@ def test_dcp_output_goes_on_after_a_kill(tmp_path, monkeypatch):
             raise Stop
         return old(job)
 
-    monkeypatch.setattr(convert_run, "_quietly", quietly)
+    monkeypatch.setattr(run, "_quietly", quietly)
     with pytest.raises(Stop):
         go(MOE, tmp_path / "step-1", threads=1)
     assert not (tmp_path / "step-1").exists()
     kept = {p.name for p in tmp_path.rglob("*.distcp")}
     assert kept
     made.clear()
-    monkeypatch.setattr(convert_run, "_quietly", lambda job: made.append(job) or old(job))
+    monkeypatch.setattr(run, "_quietly", lambda job: made.append(job) or old(job))
     done = go(MOE, tmp_path / "step-1", threads=1, no_verify=True)
     assert done.resumed
     assert len(made) < done.tensors
@@ -135,7 +135,7 @@ def test_pt_after_a_kill_begins_anew(tmp_path):
 
 
 def test_a_second_conversion_to_one_target_is_told(tmp_path):
-    from torchtitan_ckpt.convert_workspace import Workspace
+    from torchtitan_ckpt.convert.workspace import Workspace
 
     with (
         Workspace(tmp_path / "dcp", "w").locked(),
@@ -148,11 +148,11 @@ def test_a_second_conversion_to_one_target_is_told(tmp_path):
 @pytest.mark.parametrize("to", ["hf", "dcp", "pt"])
 def test_wrong_bytes_are_found_and_nothing_is_put_in_place(to, tmp_path, monkeypatch):
     """What was written is changed on the disk before it is compared."""
-    from torchtitan_ckpt import convert
+    from torchtitan_ckpt.convert import engine
 
     go(MOE, tmp_path / "dcp")
     key = "layers.2.attention.wo.weight"
-    before = convert._Job._verify
+    before = engine._Job._verify
 
     def flip(self, single):
         name = "model.layers.2.self_attn.o_proj.weight" if to == "hf" else key
@@ -166,13 +166,13 @@ def test_wrong_bytes_are_found_and_nothing_is_put_in_place(to, tmp_path, monkeyp
         file.write_bytes(data)
         before(self, single)
 
-    monkeypatch.setattr(convert._Job, "_verify", flip)
+    monkeypatch.setattr(engine._Job, "_verify", flip)
     with pytest.raises(CheckpointError) as caught:
         go(tmp_path / "dcp", tmp_path / "out", to=to, config=str(MOE))
     assert caught.value.problems[0].code in ("convert.verify", "dcp.checksum")
     assert [p.name for p in tmp_path.iterdir()] == ["dcp"]
     monkeypatch.undo()
-    monkeypatch.setattr(convert._Job, "_verify", flip)
+    monkeypatch.setattr(engine._Job, "_verify", flip)
     go(tmp_path / "dcp", tmp_path / "out", to=to, config=str(MOE), no_verify=True)
 
 
@@ -232,7 +232,7 @@ PEAK = """
 import sys, threading, time
 import torch, torch.distributed.checkpoint
 from torchtitan_ckpt import convert
-from torchtitan_ckpt.convert_options import Options
+from torchtitan_ckpt.convert.options import Options
 
 def anonymous():
     with open("/proc/self/status") as file:

@@ -16,8 +16,8 @@ from torchtitan_ckpt.cli import main
 from torchtitan_ckpt.errors import DamagedError
 from torchtitan_ckpt.formats import dcp, read_manifest
 from torchtitan_ckpt.verify import check_structure
-from torchtitan_ckpt.verify_deep import read_deep
-from torchtitan_ckpt.verify_values import judge
+from torchtitan_ckpt.verify.deep import read_deep
+from torchtitan_ckpt.verify.values import judge
 
 QWEN3 = Path(__file__).parents[2] / "fixtures" / "qwen3"
 
@@ -347,7 +347,7 @@ def test_a_storage_that_two_tensors_share_is_read_once(tmp_path):
 
 
 def test_places_are_right_in_every_stretch(tmp_path, monkeypatch):
-    import torchtitan_ckpt.verify_deep as module
+    import torchtitan_ckpt.verify.deep as module
 
     monkeypatch.setattr(module, "_STRETCH", 2**20)
     values = torch.ones(1000, 1001)

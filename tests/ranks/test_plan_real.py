@@ -15,8 +15,8 @@ from conformance.ranks import RankPool
 from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.plan import plan_load, plan_save
-from torchtitan_ckpt.plan_items import object_item_bytes
-from torchtitan_ckpt.plan_state import ADAMW_GROUP, full_entries
+from torchtitan_ckpt.plan.items import object_item_bytes
+from torchtitan_ckpt.plan.state import ADAMW_GROUP, full_entries
 
 
 def save_and_list(case: Case, folder: str) -> list[tuple[str, Any]]:

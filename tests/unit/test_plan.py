@@ -17,11 +17,11 @@ from conformance.degrees import CASES, Case
 from conformance.jobs import small_table
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.parallel import ParallelDegrees
-from torchtitan_ckpt.plan_dcp import plan_reads_with_dcp, plan_with_dcp
-from torchtitan_ckpt.plan_items import object_item_bytes, tensor_item_bytes
-from torchtitan_ckpt.plan_read import plan_reads
-from torchtitan_ckpt.plan_state import Entry, full_entries, layout_faults
-from torchtitan_ckpt.plan_write import Written, plan_writes
+from torchtitan_ckpt.plan.dcp import plan_reads_with_dcp, plan_with_dcp
+from torchtitan_ckpt.plan.items import object_item_bytes, tensor_item_bytes
+from torchtitan_ckpt.plan.read import plan_reads
+from torchtitan_ckpt.plan.state import Entry, full_entries, layout_faults
+from torchtitan_ckpt.plan.write import Written, plan_writes
 
 
 def native() -> dict[str, TensorEntry]:
@@ -98,7 +98,7 @@ def test_elements_that_no_rank_writes_are_found() -> None:
     entries = full_entries(native(), degrees, optimizer=False)
     plan = plan_writes(entries, degrees)
     plan.kinds[0].boxes[1] = ((19, 0), (18, 24))
-    from torchtitan_ckpt.plan_write import coverage_problems
+    from torchtitan_ckpt.plan.write import coverage_problems
 
     (problem,) = coverage_problems(plan)
     assert "24 elements that no rank writes" in problem.what
@@ -127,7 +127,7 @@ def test_a_rank_without_rows_under_fsdp_and_tensor_parallelism_is_refused() -> N
 
 def test_an_object_weighs_one_and_a_plain_tensor_goes_to_the_idlest() -> None:
     """The rule that the shortcut replays, on a case small enough to do by hand."""
-    from torchtitan_ckpt.plan_state import PLAIN
+    from torchtitan_ckpt.plan.state import PLAIN
 
     degrees = ParallelDegrees(dp_shard=2)
     entries = [

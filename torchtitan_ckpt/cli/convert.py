@@ -89,7 +89,7 @@ class Args:
 def run(args: Args) -> int:
     """0 when the result is in place."""
     from torchtitan_ckpt.convert import convert
-    from torchtitan_ckpt.convert_options import Options, parse_bytes
+    from torchtitan_ckpt.convert.options import Options, parse_bytes
 
     values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(Options)}
     values["window"] = parse_bytes(args.window)

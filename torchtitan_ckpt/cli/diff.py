@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from torchtitan_ckpt.diff_report import Difference, Group
-    from torchtitan_ckpt.diff_values import Spot
+    from torchtitan_ckpt.diff.report import Difference, Group
+    from torchtitan_ckpt.diff.values import Spot
 
 _ORDER = ("different", "shape", "close", "dtype", "equal")
 _ACCEPTED = {"nothing": (), "dtype": ("dtype",), "close": ("dtype", "close")}

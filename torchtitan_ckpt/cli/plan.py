@@ -70,7 +70,7 @@ class Args:
 def run(args: Args) -> int:
     """0 when the plan has no fault, 1 when something would fail."""
     from torchtitan_ckpt.plan import plan_load, plan_save
-    from torchtitan_ckpt.plan_text import as_html, as_json, load_text, save_text
+    from torchtitan_ckpt.plan.text import as_html, as_json, load_text, save_text
 
     native = _native(args)
     degrees = _degrees(args)

@@ -17,8 +17,8 @@ import tyro
 
 if TYPE_CHECKING:
     from torchtitan_ckpt.manifest import Manifest
-    from torchtitan_ckpt.verify_against import Completeness
-    from torchtitan_ckpt.verify_deep import Deep
+    from torchtitan_ckpt.verify.completeness import Completeness
+    from torchtitan_ckpt.verify.deep import Deep
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def run(args: Args) -> int:
         skipped = [f"{what}: {why}" for what, on in _asked(args) if on]
     else:
         if args.against is not None:
-            from torchtitan_ckpt.verify_against import compare
+            from torchtitan_ckpt.verify.completeness import compare
 
             complete = compare(manifest, args.against, config=args.config)
             problems += complete.problems
             notes += complete.notes
         if args.deep or args.stats:
-            from torchtitan_ckpt.verify_deep import read_deep
-            from torchtitan_ckpt.verify_values import judge
+            from torchtitan_ckpt.verify.deep import read_deep
+            from torchtitan_ckpt.verify.values import judge
 
             with _progress(manifest.nbytes) as progress:
                 deep = read_deep(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_ckpt.convert_source import Source
+from torchtitan_ckpt.convert.source import Source
 from torchtitan_ckpt.mapping.apply import same_bytes
 
 _SHOWN = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchtitan_ckpt.diff_values import Spot, Tally
+from torchtitan_ckpt.diff.values import Spot, Tally
 from torchtitan_ckpt.errors import group_keys, key_template
 
 

@@ -3,7 +3,7 @@
 `plan_save` and `plan_load` give, for each rank, files, items and bytes, prove that every element is
 written exactly once, and say with the key what torch would refuse. Small jobs can be planned with
 DCP's own planners on fake ranks (`method="dcp"`); larger ones by a shortcut that gives the same
-plan (`method="repeat"`). How it is shown is `plan_text`'s business.
+plan (`method="repeat"`). How it is shown is `text`'s business.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal
 from torchtitan_ckpt.errors import Problem
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.parallel import ParallelDegrees
-from torchtitan_ckpt.plan_read import Reader, ReadPlan, plan_reads
-from torchtitan_ckpt.plan_state import Entry, full_entries, layout_faults
-from torchtitan_ckpt.plan_write import Writer, Written, coverage_problems, plan_writes
+from torchtitan_ckpt.plan.read import Reader, ReadPlan, plan_reads
+from torchtitan_ckpt.plan.state import Entry, full_entries, layout_faults
+from torchtitan_ckpt.plan.write import Writer, Written, coverage_problems, plan_writes
 
 Method = Literal["auto", "dcp", "repeat"]
 # Up to so many items over all ranks DCP's planners take a few seconds.
@@ -105,7 +105,7 @@ def plan_save(
     if method == "auto":
         used = "dcp" if len(entries) * degrees.world_size <= _DCP_ITEMS else "repeat"
     if used == "dcp":
-        from torchtitan_ckpt.plan_dcp import owners_from_dcp
+        from torchtitan_ckpt.plan.dcp import owners_from_dcp
 
         written = owners_from_dcp(written)
         problems += coverage_problems(written)

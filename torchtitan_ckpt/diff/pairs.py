@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from torchtitan_ckpt import convert_names as names
 from torchtitan_ckpt.config import TRAINING_STATES
-from torchtitan_ckpt.convert_options import Options as NameOptions
-from torchtitan_ckpt.convert_probe import adapted_units
-from torchtitan_ckpt.convert_source import Source
-from torchtitan_ckpt.convert_units import Adapted, Planned, Stored
+from torchtitan_ckpt.convert import names
+from torchtitan_ckpt.convert.options import Options as NameOptions
+from torchtitan_ckpt.convert.probe import adapted_units
+from torchtitan_ckpt.convert.source import Source
+from torchtitan_ckpt.convert.units import Adapted, Planned, Stored
 from torchtitan_ckpt.errors import ConfigError, Problem
 from torchtitan_ckpt.formats.hf_boxes import Ints, split_box
 from torchtitan_ckpt.guess import guess_family

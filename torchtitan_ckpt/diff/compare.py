@@ -1,6 +1,6 @@
 """Compare two checkpoints of any formats, dtypes and splits, in bounded memory.
 
-`diff_pairs` says what corresponds to what, `diff_values` compares windows, `diff_causes` looks for
+`pairs` says what corresponds to what, `values` compares windows, `causes` looks for
 the reason of what differs; this module runs them and groups what they found.
 """
 
@@ -11,12 +11,12 @@ from contextlib import closing
 from typing import Any
 
 from torchtitan_ckpt.config import TRAINING_STATES
-from torchtitan_ckpt.convert_source import open_source
-from torchtitan_ckpt.diff_objects import compare_objects
-from torchtitan_ckpt.diff_options import Options, check
-from torchtitan_ckpt.diff_pairs import Side, align
-from torchtitan_ckpt.diff_report import Difference, Group, One, grouped
-from torchtitan_ckpt.diff_run import Run
+from torchtitan_ckpt.convert.source import open_source
+from torchtitan_ckpt.diff.objects import compare_objects
+from torchtitan_ckpt.diff.options import Options, check
+from torchtitan_ckpt.diff.pairs import Side, align
+from torchtitan_ckpt.diff.report import Difference, Group, One, grouped
+from torchtitan_ckpt.diff.run import Run
 from torchtitan_ckpt.formats import detect, read_manifest
 from torchtitan_ckpt.formats.quantized import is_quantized
 

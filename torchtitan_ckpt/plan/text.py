@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_ckpt.errors import Problem
-from torchtitan_ckpt.plan import LoadPlan, SavePlan, share
+from torchtitan_ckpt.plan.plans import LoadPlan, SavePlan, share
 
 _SHOWN = 16
 _CELLS = 96

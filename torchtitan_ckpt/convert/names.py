@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_ckpt import families
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
-from torchtitan_ckpt.convert_options import Options
+from torchtitan_ckpt.convert.options import Options
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, MappingError, Problem, list_keys
 from torchtitan_ckpt.families import model_config
 from torchtitan_ckpt.mapping.family import Family

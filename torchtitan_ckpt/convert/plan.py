@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_ckpt import convert_names as names
 from torchtitan_ckpt.adapter import StateDictAdapter
-from torchtitan_ckpt.convert_account import is_plain, kept_keys, missing, refuse_unfit, state_of
-from torchtitan_ckpt.convert_layouts import layouts_of
-from torchtitan_ckpt.convert_options import Format, Options, check, target_format
-from torchtitan_ckpt.convert_probe import adapted_units
-from torchtitan_ckpt.convert_source import Average, Part, Source, open_source
-from torchtitan_ckpt.convert_units import Plain, Planned, Quantizing, Stored, Unit, nbytes
+from torchtitan_ckpt.convert import names
+from torchtitan_ckpt.convert.account import is_plain, kept_keys, missing, refuse_unfit, state_of
+from torchtitan_ckpt.convert.layouts import layouts_of
+from torchtitan_ckpt.convert.options import Format, Options, check, target_format
+from torchtitan_ckpt.convert.probe import adapted_units
+from torchtitan_ckpt.convert.source import Average, Part, Source, open_source
+from torchtitan_ckpt.convert.units import Plain, Planned, Quantizing, Stored, Unit, nbytes
 from torchtitan_ckpt.errors import MismatchError, Problem, RefusedError, list_keys
 from torchtitan_ckpt.formats import detect
 from torchtitan_ckpt.formats.quantized import is_quantized

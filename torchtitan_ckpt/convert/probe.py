@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from torchtitan_ckpt.adapter import StateDictAdapter
-from torchtitan_ckpt.convert_source import Source
-from torchtitan_ckpt.convert_units import Adapted, Unit
+from torchtitan_ckpt.convert.source import Source
+from torchtitan_ckpt.convert.units import Adapted, Unit
 from torchtitan_ckpt.errors import MappingError, Problem
 from torchtitan_ckpt.manifest import TensorEntry, is_floating
 from torchtitan_ckpt.mapping.apply import dtype_name, dtype_of

@@ -2,7 +2,7 @@
 
 DCP gives each item that several ranks hold to the one with the least to write so far, going through
 the ranks' items in order. Tensors of one shape, dtype and layout are cut alike, so the cuts are
-computed once for each kind and the giving is replayed over them. `plan_dcp` does the same with
+computed once for each kind and the giving is replayed over them. `dcp` does the same with
 DCP's own planners, rank by rank; a test compares the two.
 """
 
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from torchtitan_ckpt.errors import Problem, list_keys
 from torchtitan_ckpt.parallel import ParallelDegrees
-from torchtitan_ckpt.plan_items import tensor_item_bytes
-from torchtitan_ckpt.plan_state import Entry, tensor_bytes
+from torchtitan_ckpt.plan.items import tensor_item_bytes
+from torchtitan_ckpt.plan.state import Entry, tensor_bytes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

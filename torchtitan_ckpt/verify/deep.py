@@ -25,7 +25,7 @@ from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
 from torchtitan_ckpt.scan import Stats, Values
-from torchtitan_ckpt.verify_items import Item, dcp_items, hf_items, tiled, torch_items
+from torchtitan_ckpt.verify.items import Item, dcp_items, hf_items, tiled, torch_items
 
 WINDOW = 2**19  # stays in a core's cache between the reading and the looking
 _SMALL = 2**18  # items up to this size are read together

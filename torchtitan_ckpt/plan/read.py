@@ -19,8 +19,8 @@ from torchtitan_ckpt.errors import Problem, list_keys
 from torchtitan_ckpt.formats.box_reads import pieces
 from torchtitan_ckpt.manifest import ITEM_SIZE
 from torchtitan_ckpt.parallel import ParallelDegrees
-from torchtitan_ckpt.plan_state import Entry
-from torchtitan_ckpt.plan_write import Box, Kind, Written, kinds_of
+from torchtitan_ckpt.plan.state import Entry
+from torchtitan_ckpt.plan.write import Box, Kind, Written, kinds_of
 
 # As `formats/dcp_load.py` has them: items read whole, and what is read to find a payload.
 _SMALL = 2**20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchtitan_ckpt.convert_names import Model
-from torchtitan_ckpt.convert_units import Plain
+from torchtitan_ckpt.convert.names import Model
+from torchtitan_ckpt.convert.units import Plain
 from torchtitan_ckpt.errors import ConfigError, Problem, list_keys
 from torchtitan_ckpt.mapping.mapping import Mapping as KeyMapping
 from torchtitan_ckpt.mapping.quant import FP4, FP8, MXFP4, Layout

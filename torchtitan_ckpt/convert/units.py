@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from torchtitan_ckpt.convert_source import Source
+from torchtitan_ckpt.convert.source import Source
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.hf_boxes import Ints, split_box
 from torchtitan_ckpt.formats.quantized import BLOCK

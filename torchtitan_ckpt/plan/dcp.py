@@ -2,7 +2,7 @@
 
 Every rank is played in turn: a fake group of the job's size, device meshes, DTensors with meta
 shards, `DefaultSavePlanner.create_local_plan`; then the coordinator's global plan over all of them,
-and for a load DCP's read items. Exact and slow: for small jobs, and to check `plan_write` with.
+and for a load DCP's read items. Exact and slow: for small jobs, and to check `write` with.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchtitan_ckpt.errors import ConfigError, Problem, list_keys
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
-from torchtitan_ckpt.plan_state import Entry
-from torchtitan_ckpt.plan_write import Written, with_owners
+from torchtitan_ckpt.plan.state import Entry
+from torchtitan_ckpt.plan.write import Written, with_owners
 
 
 @dataclass(frozen=True, slots=True)

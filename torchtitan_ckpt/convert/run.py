@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from torchtitan_ckpt.convert_sink import Sink
-from torchtitan_ckpt.convert_source import Source
-from torchtitan_ckpt.convert_units import Made, Piece, Place, Stored, Unit
+from torchtitan_ckpt.convert.sink import Sink
+from torchtitan_ckpt.convert.source import Source
+from torchtitan_ckpt.convert.units import Made, Piece, Place, Stored, Unit
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys
 from torchtitan_ckpt.formats.tensor_bytes import memory
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry

@@ -1,6 +1,6 @@
 """Convert checkpoints between DCP, Hugging Face and `.pt`: streamed, resumable, all or nothing.
 
-`convert(options)` decides (convert_plan), writes beside the target (convert_sink), compares what
+`convert(options)` decides (`plan`), writes beside the target (`sink`), compares what
 was written with the source, and only then gives the result its name. Under an initialised process
 group every rank calls it: files of Hugging Face and data files of DCP are shared out, rank 0 writes
 the index or the metadata last; a `.pt` is rank 0's work alone.
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 import xxhash
 
-from torchtitan_ckpt import convert_run as run
-from torchtitan_ckpt import convert_sink as sinks
 from torchtitan_ckpt.assets import assets_of, config_changes, copy_assets
 from torchtitan_ckpt.collective import Ranks
-from torchtitan_ckpt.convert_account import flat_objects
-from torchtitan_ckpt.convert_options import Options
-from torchtitan_ckpt.convert_plan import Conversion, decide
-from torchtitan_ckpt.convert_source import Source, open_source
-from torchtitan_ckpt.convert_units import Quantizing, Unit, nbytes
-from torchtitan_ckpt.convert_workspace import Workspace
+from torchtitan_ckpt.convert import run
+from torchtitan_ckpt.convert import sink as sinks
+from torchtitan_ckpt.convert.account import flat_objects
+from torchtitan_ckpt.convert.options import Options
+from torchtitan_ckpt.convert.plan import Conversion, decide
+from torchtitan_ckpt.convert.source import Source, open_source
+from torchtitan_ckpt.convert.units import Quantizing, Unit, nbytes
+from torchtitan_ckpt.convert.workspace import Workspace
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, SaveError
 from torchtitan_ckpt.formats.dcp_stream import DcpStreamWriter, planner_paths, write_metadata
 from torchtitan_ckpt.formats.dcp_stream_read import DcpReader

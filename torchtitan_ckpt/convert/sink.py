@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_ckpt.convert_units import Place, Unit, nbytes
+from torchtitan_ckpt.convert.units import Place, Unit, nbytes
 from torchtitan_ckpt.formats.dcp_stream import DcpStreamWriter, Item
 from torchtitan_ckpt.formats.hf_boxes import Ints
 from torchtitan_ckpt.formats.hf_file import PARTIAL, partial_name

@@ -1,5 +1,5 @@
-"""Whether a checkpoint on disk is whole and sound: structure here, the rest in `verify_against`
-(completeness) and `verify_deep` (every byte). Collects; nothing is raised for what is only wrong.
+"""Whether a checkpoint on disk is whole and sound: structure here, the rest in `completeness`
+(completeness) and `deep` (every byte). Collects; nothing is raised for what is only wrong.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchtitan_ckpt.convert_units import Adapted
-from torchtitan_ckpt.diff_causes import Signature, Signing, exchanged, explain
-from torchtitan_ckpt.diff_options import Options
-from torchtitan_ckpt.diff_pairs import Alignment, Pair, Side
-from torchtitan_ckpt.diff_report import One
-from torchtitan_ckpt.diff_values import Tally, Tolerance, Window, narrower
+from torchtitan_ckpt.convert.units import Adapted
+from torchtitan_ckpt.diff.causes import Signature, Signing, exchanged, explain
+from torchtitan_ckpt.diff.options import Options
+from torchtitan_ckpt.diff.pairs import Alignment, Pair, Side
+from torchtitan_ckpt.diff.report import One
+from torchtitan_ckpt.diff.values import Tally, Tolerance, Window, narrower
 from torchtitan_ckpt.formats.hf_boxes import Ints
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
 from torchtitan_ckpt.mapping.apply import dtype_of

@@ -21,7 +21,7 @@ from torchtitan_ckpt.placement import (
     split_of,
     stage_of_keys,
 )
-from torchtitan_ckpt.plan_items import object_item_bytes
+from torchtitan_ckpt.plan.items import object_item_bytes
 
 PLAIN = Layout(False, (), (), ())
 # What torch.optim.AdamW keeps of each group beside the learning rate; the values only need the
