@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import Problem, RankError, list_keys
+from torchtitan_ckpt.state import rng
 from torchtitan_ckpt.state.tensors import is_emptied
 
 # Shape, dtype and, for DTensors, mesh shape and placements; objects have none of these.
@@ -72,8 +73,8 @@ def _describe(value: Any) -> Description:
 
 def _exchange(mine: Mapping[str, Description], ranks: Ranks) -> _Holders:
     """Everybody's view; ranks that say the same say it once."""
-    # Each data-parallel rank has a loader entry of its own: kept apart, so that it does not make
-    # every rank's view a different one.
+    # Each data-parallel rank has a loader entry of its own, and each rank its generators: kept
+    # apart, so that they do not make every rank's view a different one.
     shared = {key: d for key, d in mine.items() if not _is_own(key)}
     own = [key for key in mine if _is_own(key)]
     digest = xxhash.xxh3_128_digest(repr(sorted(shared.items())).encode())
@@ -98,7 +99,7 @@ def _exchange(mine: Mapping[str, Description], ranks: Ranks) -> _Holders:
 
 
 def _is_own(key: str) -> bool:
-    return key.startswith("dataloader.dp_rank_")
+    return key.startswith(("dataloader.dp_rank_", f"{rng.PREFIX}rank_"))
 
 
 # --- descriptions -------------------------------------------------------------------------------

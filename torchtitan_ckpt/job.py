@@ -12,15 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import (
     DATALOADER,
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
+    TRAIN_STATE,
     TRAINING_STATES,
 )
 from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state import model as models
+from torchtitan_ckpt.state import rng
 from torchtitan_ckpt.state.dataloader import (
     dataloader_state_dict,
     dataloader_template,
@@ -87,8 +90,12 @@ class JobState:
         return flat
 
     def state_dict_of(self, name: str) -> dict[str, Any]:
-        """One state besides the model, under whole keys."""
-        return {f"{name}.{key}": value for key, value in self._state(name).items()}
+        """One state besides the model, under whole keys; generators go with the train state."""
+        flat = {f"{name}.{key}": value for key, value in self._state(name).items()}
+        if name == TRAIN_STATE:
+            drawn = object_state_dict(self._generators())
+            flat |= {f"{rng.PREFIX}{key}": value for key, value in drawn.items()}
+        return flat
 
     def targets(self, names: Sequence[str], manifest: Manifest) -> dict[str, Any]:
         """What to read for the named states: tensors to fill, `UNREAD` for objects.
@@ -116,8 +123,7 @@ class JobState:
                 values = {key: v for key, v in flat.items() if self.state_of(key) == MODEL}
                 models.load_model_state_dict(self.parts, values)
                 continue
-            prefix = f"{name}."
-            values = {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
+            values = _under(f"{name}.", flat)
             if name == OPTIMIZER:
                 notes += load_optimizer_state_dict(self.optimizers, self.parts, values)
             elif name == LR_SCHEDULER:
@@ -127,6 +133,34 @@ class JobState:
             else:
                 notes += load_object_state(self.objects[name], values)
         return notes
+
+    def generator_targets(self, names: Sequence[str], manifest: Manifest) -> dict[str, Any]:
+        """What to read for this rank's random number generators, where the train state is read.
+
+        They are no part of `targets`: a file may lack them, and they fit no other split.
+        """
+        if TRAIN_STATE not in names:
+            return {}
+        wanted = object_template(self._generators(), manifest, rng.PREFIX)
+        return {f"{rng.PREFIX}{key}": value for key, value in wanted.items()}
+
+    def restore_generators(self, flat: Mapping[str, Any], ranks: Ranks) -> list[str]:
+        """Let the random number generators of all ranks go on as they were saved, or of none.
+
+        Returns the reason for none as a note. The last act of a load: nothing may draw after it.
+        """
+        mine = self._generators()
+        values = _under(rng.PREFIX, flat)
+        # Ranks of the whole job, as in the keys; `ranks` may be some of them.
+        why = mine.unfit(values, Ranks.current().size)
+        unfit = next(filter(None, ranks.gather(why)), "")
+        if unfit:
+            return [f"random number generators go on as they are: {unfit}"]
+        with ranks.together("restoring the random number generators"):
+            return load_object_state(mine, values)
+
+    def _generators(self) -> rng.RngState:
+        return rng.RngState(split=rng.split_in_words(self.model_state().values()))
 
     def _template(self, name: str, manifest: Manifest) -> dict[str, Any]:
         prefix = f"{name}."
@@ -138,6 +172,7 @@ class JobState:
             template = dataloader_template(self.objects[name], manifest, prefix)
         else:
             template = object_template(self.objects[name], manifest, prefix)
+            template = {k: v for k, v in template.items() if not rng.is_key(prefix + k)}
         # What the live state has and the file lacks in any form must show as missing.
         held = {key.partition(".")[0] for key in template}
         live = self._state(name).keys() - {LAYOUT}
@@ -154,6 +189,10 @@ class JobState:
         if name == DATALOADER:
             return dataloader_state_dict(self.objects[name])
         return object_state_dict(self.objects[name])
+
+
+def _under(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): v for key, v in flat.items() if key.startswith(prefix)}
 
 
 def _any(value: Any) -> bool:

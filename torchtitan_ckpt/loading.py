@@ -15,7 +15,7 @@ import xxhash
 from torchtitan_ckpt import experts, strict
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
 from torchtitan_ckpt.collective import Ranks
-from torchtitan_ckpt.config import DATALOADER, MODEL, CheckpointConfig
+from torchtitan_ckpt.config import DATALOADER, MODEL, TRAIN_STATE, CheckpointConfig
 from torchtitan_ckpt.decision import LoadDecision
 from torchtitan_ckpt.errors import MappingError, MismatchError, Problem, RankError
 from torchtitan_ckpt.formats import dcp, hf
@@ -25,6 +25,7 @@ from torchtitan_ckpt.hf_load import load_native
 from torchtitan_ckpt.job import JobState
 from torchtitan_ckpt.manifest import Manifest, TensorEntry
 from torchtitan_ckpt.mapping.rule import HF, HfOnly, Tied
+from torchtitan_ckpt.state import rng
 from torchtitan_ckpt.state.model import load_model_state_dict
 
 _WINDOW = 64 << 20  # bytes that are compared at a time
@@ -52,7 +53,7 @@ def load_dcp(
     fit = strict.compare(
         {key: strict.spec(value) for key, value in targets.items()},
         manifest,
-        (key for key in manifest.keys if job.state_of(key) in decision.states),
+        (k for k in manifest.keys if job.state_of(k) in decision.states and not rng.is_key(k)),
         ranks,
         casts=decision.action == "initial" and decision.model_only,
         narrow=config.allow_narrowing,
@@ -64,10 +65,12 @@ def load_dcp(
     model = {k: v for k, v in wanted.items() if job.state_of(k) == MODEL}
     with ranks.together("reading the training state"):
         rest = {k: v for k, v in wanted.items() if k not in model}
-        values = dcp.load(decision.path, rest, manifest=manifest)
+        rest |= job.generator_targets(others, manifest)
+        states = dcp.load(decision.path, rest, manifest=manifest)
+    drawn = {key: states.pop(key) for key in rest if rng.is_key(key)}
     notes = list(fit.notes)
     with ranks.together("restoring the training state"):
-        notes += job.restore(others, values)
+        notes += job.restore(others, states)
     with ranks.together("reading the model"):
         values = _read_model(decision.path, manifest, model, fit.narrowed)
         if other is not None:
@@ -76,7 +79,7 @@ def load_dcp(
         # A tensor of the model that is excused keeps its own value.
         kept = {k: native[k] for k in fit.excused & native.keys() if job.state_of(k) == MODEL}
         job.restore((MODEL,), {**values, **kept})
-    return notes
+    return notes + (job.restore_generators(drawn, ranks) if TRAIN_STATE in others else [])
 
 
 def _read_model(

@@ -1,7 +1,9 @@
-"""The manager under parallel degrees: seed to every split, excluded states, the data loader."""
+"""The manager under parallel degrees: seed to every split, excluded states, loaders, generators."""
 
 from __future__ import annotations
 
+import logging
+import random
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from conformance.degrees import CASES, Case
@@ -200,3 +203,58 @@ def test_the_position_is_kept_or_refused_with_the_remedy(
         assert "dataloader" in refusal
     outcomes = pool.run(resume, b.ranks, b, str(tmp_path), ["dataloader"])
     assert [(wrong, refusal) for wrong, _, refusal in outcomes] == [([], "")] * b.ranks
+
+
+# --- random number generators -------------------------------------------------------------------
+
+
+def draw_and_save(case: Case, folder: str) -> list[float]:
+    """Save with every rank elsewhere in a stream of its own; what it draws next."""
+    job = start(case)
+    manager = job.manager(folder, interval=1)
+    torch.manual_seed(100 + dist.get_rank())
+    torch.rand(3 + dist.get_rank())
+    manager.save(1)
+    manager.close()
+    return [torch.rand(()).item(), random.random()]
+
+
+def draw_after_loading(case: Case, folder: str) -> tuple[list[float], list[float], str]:
+    """(what a rank draws after a load, what it had drawn without, the note of the log)."""
+    log: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchtitan_ckpt.manager").addHandler(handler)
+    logging.getLogger("torchtitan_ckpt.manager").setLevel(logging.INFO)
+    job = start(case, empty=True)
+    manager = job.manager(folder, load_only=True, exclude_from_loading=["dataloader"])
+    own = torch.get_rng_state(), random.getstate()
+    assert manager.load()
+    drawn = [torch.rand(()).item(), random.random()]
+    manager.close()
+    torch.set_rng_state(own[0])
+    random.setstate(own[1])
+    text = next((line for line in log if "random number" in line), "")
+    return drawn, [torch.rand(()).item(), random.random()], text
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "why"),
+    [
+        ("fsdp2 x tp2", "fsdp2 x tp2", ""),
+        ("fsdp4", "fsdp2", "saved by 4 ranks, and here are 2"),
+        ("fsdp2", "tp2", "split otherwise"),
+        ("tp2", "pp2", "split otherwise"),
+    ],
+)
+def test_each_rank_draws_on_where_it_was_if_the_job_is_split_as_it_was(
+    pool: RankPool, tmp_path: Path, source: str, target: str, why: str
+) -> None:
+    a, b = BY_NAME[source], BY_NAME[target]
+    saved = pool.run(draw_and_save, a.ranks, a, str(tmp_path))
+    assert len({first for first, _ in saved}) == a.ranks
+    found = pool.run(draw_after_loading, b.ranks, b, str(tmp_path))
+    for rank, (drawn, own, _) in enumerate(found):
+        assert drawn == (own if why else saved[rank])
+    assert why in found[0][2]
+    assert bool(found[0][2]) == bool(why)

@@ -1,48 +1,101 @@
 """The random number generators of this process, as a state that can be saved and restored.
 
 Python's, numpy's global one, torch's on the host and on the accelerator in use, and any generator
-that is handed in by name. They differ from rank to rank, so every rank saves its own.
+that is handed in by name. They differ from rank to rank, so every rank saves its own, as one value.
+A job with a `train_state` has them saved beside it without asking (`job`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# Where a job's generators lie on disk: with `train_state`, under a name that nothing else has.
+PREFIX = "train_state.@rng."
+
+
+def is_key(key: str) -> bool:
+    """Whether `key` of a checkpoint belongs to a job's generators."""
+    return key.startswith(PREFIX)
 
 
 class RngState:
-    """Register it among the states of a job; `generators` are torch generators by name."""
+    """This rank's generators; `generators` are further torch generators by name.
+
+    `split` says in words how the job is split: rank 3 of one split is not rank 3 of another.
+    """
 
     rank_local = True
 
-    def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    def __init__(
+        self, generators: Mapping[str, torch.Generator] | None = None, *, split: str = ""
+    ) -> None:
         self._generators = dict(generators or {})
+        self.split = split
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
+        name, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        held: dict[str, Any] = {
+            "split": self.split,
             "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=True),
-            "torch": torch.get_rng_state(),
+            "numpy": (name, np.asarray(words, "<u4").tobytes(), int(position), has_gauss, gauss),
+            "torch": _bytes(torch.get_rng_state()),
         }
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and torch.accelerator.is_available():
             module = torch.get_device_module(accelerator)
-            state[f"device_{accelerator.type}"] = module.get_rng_state().cpu()
-        for name, generator in self._generators.items():
-            state[f"generator_{name}"] = generator.get_state().cpu()
-        return state
+            held[f"device_{accelerator.type}"] = _bytes(module.get_rng_state())
+        for key, generator in self._generators.items():
+            held[f"generator_{key}"] = _bytes(generator.get_state())
+        return {"state": held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
+        held = state["state"]
+        name, words, *rest = held["numpy"]
+        random.setstate(held["python"])
+        np.random.set_state((name, np.frombuffer(words, "<u4"), *rest))
+        torch.set_rng_state(_tensor(held["torch"]))
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and f"device_{accelerator.type}" in state:
+        if accelerator is not None and f"device_{accelerator.type}" in held:
             module = torch.get_device_module(accelerator)
-            module.set_rng_state(state[f"device_{accelerator.type}"])
-        for name, generator in self._generators.items():
-            generator.set_state(state[f"generator_{name}"])
+            module.set_rng_state(_tensor(held[f"device_{accelerator.type}"]))
+        for key, generator in self._generators.items():
+            generator.set_state(_tensor(held[f"generator_{key}"]))
+
+    def unfit(self, values: Mapping[str, Any], size: int) -> str:
+        """Why what lies in a file cannot be this rank's, of `size`; empty when it can."""
+        if "world_size" not in values:
+            return "the checkpoint has none, as those of torchtitan"
+        if values["world_size"] != size:
+            return f"they were saved by {values['world_size']} ranks, and here are {size}"
+        held = next((value for key, value in values.items() if key.endswith(".state")), None)
+        saved = held.get("split") if isinstance(held, Mapping) else None
+        if saved != self.split:
+            return f"the job that saved was split otherwise ({saved}; now {self.split})"
+        return ""
+
+
+def split_in_words(tensors: Iterable[Any]) -> str:
+    """The device meshes that a rank's tensors lie on, and how many tensors it holds."""
+    count, meshes = 0, set()
+    for tensor in tensors:
+        count += 1
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            names = mesh.mesh_dim_names or range(mesh.ndim)
+            meshes.add(" x ".join(f"{n} {s}" for n, s in zip(names, mesh.shape, strict=True)))
+    return f"{count} tensors on {', '.join(sorted(meshes)) or 'no mesh'}"
+
+
+def _bytes(state: Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
