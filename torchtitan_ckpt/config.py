@@ -112,6 +112,11 @@ class CheckpointConfig:
     excuse_mismatch: list[str] = field(default_factory=list)
     """Keys, with * and ?, that a load may find on one side only; each is printed."""
 
+    keep_hyperparameters: list[str] = field(default_factory=list)
+    """Hyperparameters of the optimizer that a load leaves as this run has them (weight_decay,
+    betas, ...); by default what was saved wins. With amsgrad, its second maximum is dropped or
+    starts from zero. A scheduler that is loaded too goes on setting lr."""
+
     hf_ownership: Literal["tensor", "bytes"] = "tensor"
     """How ranks share the work of an HF save: tensor (whole files, safe on NFS and object mounts)
     or bytes (several ranks write ranges of one file; POSIX file systems only)."""
@@ -131,7 +136,8 @@ def validate(
 ) -> None:
     """Raise one ConfigError with everything that is wrong with `config`, or return.
 
-    `states` are the names of the non-model states that the job registered.
+    `states` are the names of the non-model states that the job registered, `ranks` how many
+    processes it has, `adapter` whether it has a state-dict adapter.
     """
     if not config.enable:
         return
@@ -155,6 +161,8 @@ def ignored_options(config: CheckpointConfig) -> dict[str, str]:
         out["enable_first_step_checkpoint"] = "checkpoint.load_only is on, so nothing is saved"
     if not config.initial_load_model_only and not config.initial_load_path:
         out["initial_load_model_only"] = "there is no checkpoint.initial_load_path"
+    if config.keep_hyperparameters and OPTIMIZER in config.exclude_from_loading:
+        out["keep_hyperparameters"] = "the optimizer is not loaded, so it keeps all of its own"
     if not config.last_save_model_only and config.export_dtype != "float32":
         out["export_dtype"] = "a full last save keeps every tensor's own dtype"
     return out
@@ -238,16 +246,8 @@ def _exclusions(config: CheckpointConfig, states: Sequence[str]) -> Iterator[Pro
                 "leave 'model' out; to start from fresh weights use a new dump_folder",
                 code="exclude-model",
             )
-        elif "," in name or " " in name.strip():
-            parts = [part for part in re.split(r"[,\s]+", name) if part]
-            yield _problem(
-                "exclude_from_loading",
-                name,
-                "a list with one name an entry",
-                f"in Python {parts!r}; on the command line "
-                f"--checkpoint.exclude_from_loading {','.join(parts)}",
-                code="exclude-list",
-            )
+        elif _is_several(name):
+            yield _several("exclude_from_loading", name, "exclude-list")
         elif name not in states:
             guess = nearest(name, known)
             yield _problem(
@@ -257,6 +257,8 @@ def _exclusions(config: CheckpointConfig, states: Sequence[str]) -> Iterator[Pro
                 f"did you mean {guess!r}?" if guess else "remove it",
                 code="exclude-unknown",
             )
+    for name in filter(_is_several, config.keep_hyperparameters):
+        yield _several("keep_hyperparameters", name, "keep-list")
     if OPTIMIZER in excluded and LR_SCHEDULER not in excluded and LR_SCHEDULER in states:
         yield _problem(
             "exclude_from_loading",
@@ -266,6 +268,21 @@ def _exclusions(config: CheckpointConfig, states: Sequence[str]) -> Iterator[Pro
             code="exclude-coupled",
             cause="a scheduler restored onto a fresh optimizer drives it with rates of another run",
         )
+
+
+def _is_several(name: str) -> bool:
+    return "," in name or " " in name.strip()
+
+
+def _several(option: str, name: str, code: str) -> Problem:
+    parts = [part for part in re.split(r"[,\s]+", name) if part]
+    return _problem(
+        option,
+        name,
+        "a list with one name an entry",
+        f"in Python {parts!r}; on the command line --checkpoint.{option} {','.join(parts)}",
+        code=code,
+    )
 
 
 def _combinations(config: CheckpointConfig) -> Iterator[Problem]:

@@ -111,8 +111,12 @@ class JobState:
                 flat.update({f"{name}.{key}": value for key, value in wanted.items()})
         return flat
 
-    def restore(self, names: Sequence[str], flat: Mapping[str, Any]) -> list[str]:
+    def restore(
+        self, names: Sequence[str], flat: Mapping[str, Any], *, keep: Sequence[str] = ()
+    ) -> list[str]:
         """Give the named states their values out of `flat`. Returns notes.
+
+        `keep` names hyperparameters of the optimizer that stay as they are.
 
         The data loader comes first: it alone can refuse what metadata cannot tell, another
         data-parallel degree, and nothing else has changed by then.
@@ -125,7 +129,7 @@ class JobState:
                 continue
             values = _under(f"{name}.", flat)
             if name == OPTIMIZER:
-                notes += load_optimizer_state_dict(self.optimizers, self.parts, values)
+                notes += load_optimizer_state_dict(self.optimizers, self.parts, values, keep=keep)
             elif name == LR_SCHEDULER:
                 load_scheduler_state(self.lr_schedulers, values)
             elif name == DATALOADER:

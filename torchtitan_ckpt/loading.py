@@ -70,7 +70,7 @@ def load_dcp(
     drawn = {key: states.pop(key) for key in rest if rng.is_key(key)}
     notes = list(fit.notes)
     with ranks.together("restoring the training state"):
-        notes += job.restore(others, states)
+        notes += job.restore(others, states, keep=config.keep_hyperparameters)
     with ranks.together("reading the model"):
         values = _read_model(decision.path, manifest, model, fit.narrowed)
         if other is not None:

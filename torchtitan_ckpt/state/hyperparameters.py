@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_ckpt.errors import Problem, list_keys
+from torchtitan_ckpt.errors import Problem, list_keys, nearest
 from torchtitan_ckpt.state.leaves import equal, why_not_storable
 
 LIVE = object()  # the running optimizer's own value stands in
@@ -41,6 +41,7 @@ NULL_BY_DEFAULT = frozenset({"foreach", "fused"})
 
 # Differences that every run has; the others are said.
 _EXPECTED_TO_DIFFER = frozenset({"lr", "initial_lr", "step"})
+_KEEP = "--checkpoint.keep_hyperparameters"
 _NOT_VALUES = frozenset({"params", "param_names"})
 
 # What optimizers of torch keep for a parameter that was stepped: required keys, and keys required
@@ -121,6 +122,22 @@ def unstorable_problems(owner: str, values: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
+def unknown_problems(keep: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """A name to keep that no group has is a slip, or it would be lost without a word."""
+    known = dict.fromkeys(key for group in groups for key in values_of(group))
+    return [
+        Problem(
+            code="optimizer.keep-unknown",
+            what=f"no param group has a hyperparameter {name!r} to keep",
+            where=f"{_KEEP} {name}",
+            expected=f"names among {', '.join(known)}",
+            fix=f"did you mean {guess!r}?" if (guess := nearest(name, known)) else "remove it",
+        )
+        for name in keep
+        if groups and name not in known
+    ]
+
+
 def resolve(
     where: str,
     live: Mapping[str, Any],
@@ -180,7 +197,7 @@ def _fill(
                 code="optimizer.missing-hyperparameter",
                 what=f"the checkpoint has no {key} for {where}",
                 cause="another kind or version of the optimizer saved it",
-                fix=f"keep this run's value by naming it (keep=({key!r},)), "
+                fix=f"keep this run's value with {_KEEP} {key}, "
                 f"or leave the optimizer out of the load; excused are {', '.join(EXCUSABLE)}",
             )
         )
@@ -198,5 +215,5 @@ def _conflict(
         where=list_keys(values),
         actual=f"{a}: {text(first)}; {b}: {text(values[b])}",
         cause="the groups were cut differently when this was saved",
-        fix=f"cut the groups as they were, or keep this run's value (keep=({key!r},))",
+        fix=f"cut the groups as they were, or keep this run's value with {_KEEP} {key}",
     )

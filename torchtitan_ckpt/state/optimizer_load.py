@@ -36,6 +36,7 @@ from torchtitan_ckpt.state.hyperparameters import (
     is_parameter_shaped,
     required_state,
     resolve,
+    unknown_problems,
     values_of,
 )
 from torchtitan_ckpt.state.leaves import Unread, default_node, leaf_names, rebuild
@@ -89,6 +90,8 @@ def load_optimizer_state_dict(
                 fix="leave the optimizer out of the load, or freeze them as in the saving run",
             )
         )
+    groups = [group for optimizer in fleet.optimizers for group in optimizer.param_groups]
+    plan.problems += unknown_problems(keep, groups)
     local = fleet.local_leaves()
     _plan_groups(known, owners, owned, state, keep, plan)
     for slot in known:
