@@ -88,6 +88,8 @@ class Outcome:
 # torch keeps groups of finished calls alive, each with threads that wake a hundred times a second;
 # a process that has gathered this many is replaced, which costs less.
 _MANY_THREADS = 64
+# Seconds for all processes of a call to start; a busy machine imports torch slowly.
+_START_LIMIT = 120.0
 
 
 def _threads_of(process: BaseProcess) -> int:
@@ -227,18 +229,21 @@ class RankPool:
                 self._discard(slot)
                 self._workers[slot] = self._start(slot)
                 fresh.append(slot)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + _START_LIMIT
         workers = [worker for worker in self._workers[:n] if worker is not None]
         for slot in fresh:
             worker = workers[slot]
-            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                raise RuntimeError(f"rank process {slot} did not start: {self._output(worker)}")
-            try:
-                worker.connection.recv_bytes()
-            except EOFError:
-                raise RuntimeError(
-                    f"rank process {slot} ended at its start: {self._output(worker)}"
-                ) from None
+            fault = "ended at its start"
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                    worker.connection.recv_bytes()
+                    continue
+                fault = f"did not start in {_START_LIMIT:g} s"
+            text = f"rank process {slot} {fault}: {self._output(worker)}"
+            # One that is only late would greet the next call, which would take that for an answer.
+            for started in fresh:
+                self._discard(started)
+            raise RuntimeError(text)
         return workers
 
     def _start(self, slot: int) -> _Worker:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance import ranks
 from conformance.ranks import RankPool, RanksFailed
 from torchtitan_ckpt.errors import MismatchError, Problem
 
@@ -180,6 +181,25 @@ def test_two_pools_do_not_meet(pool: RankPool) -> None:
     with RankPool(2) as other:
         assert other.run(add_up, 2, 5) == [(0, 2, 11), (1, 2, 11)]
         assert not set(other.run(pid, 2)) & set(pool.run(pid, 2))
+
+
+def test_processes_that_start_too_late_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankPool(2) as pool:
+        with monkeypatch.context() as hurry:
+            hurry.setattr(ranks, "_START_LIMIT", 0.0)
+            with pytest.raises(RuntimeError, match="rank process 0 did not start in 0 s"):
+                pool.run(pid, 2)
+        assert pool.run(add_up, 2, 3) == [(0, 2, 7), (1, 2, 7)]
+        assert pool.started == 4
+
+
+def test_a_process_that_ends_at_its_start_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankPool(1) as pool:
+        with monkeypatch.context() as broken:
+            broken.setattr(ranks.rank_worker, "serve", sys.exit)
+            with pytest.raises(RuntimeError, match="rank process 0 ended at its start"):
+                pool.run(pid, 1)
+        assert pool.run(add_up, 1, 3) == [(0, 1, 3)]
 
 
 def test_spawned_ranks_do_the_same() -> None:
