@@ -7,6 +7,7 @@ one is blocked, a check that raises by itself is an error of the gate. Nothing d
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +19,11 @@ from conformance.contract import BY_ID, CONTRACT, RUNS, VERSION, Check, known, s
 from conformance.lab import MAX_ELEMENTS, AdapterRaised, Lab, NotApplicable
 from conformance.subject import Subject
 from conformance.verdict import Cell, Finding, Report, Verdict
+from torchtitan_ckpt.device import ENV, Device, current
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
 
 SEED = 20261201
+Progress = Callable[[str, int, int], None]
 
 
 def check(
@@ -33,13 +36,18 @@ def check(
     version: str = VERSION,
     without: Sequence[str] = (),
     degrees: Sequence[Any] = (),
-    progress: Callable[[Cell], None] | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Run subjects through the contract and return every cell.
 
     checks    globs of ids; level: the highest level; without: ids that are left out
     degrees   parallel degrees for the chapter reshard, in place of the subjects' own
-    Raises ConfigError for ids that are not in the contract.
+    device    cpu, npu or cuda: where the tensors of conversions and files lie; None is the
+              environment variable TORCHTITAN_CKPT_DEVICE, else cpu
+    progress  called before each cell with its id, its number from 0, and how many there are
+    Raises ConfigError for ids that are not in the contract, DeviceError for a device that is not
+    usable.
     """
     from conformance.subjects import resolve
 
@@ -54,23 +62,36 @@ def check(
                 code="check.same-name", what="two subjects have one name", actual=", ".join(names)
             )
         )
+    where = device_under_test(device)
     cells: list[Cell] = []
     notes: list[str] = []
     for subject in resolved:
         known(subject.expect, f"expect of subject {subject.name}")
         if degrees:
             subject = replace(subject, degrees=tuple(degrees))
-        bench = Bench(subject, seed=seed, max_elements=max_elements, without=without)
+        bench = Bench(subject, seed=seed, max_elements=max_elements, without=without, device=where)
         for clause in chosen:
-            with one_thread():
-                cell = bench.run(clause)
-            cells.append(cell)
             if progress:
-                progress(cell)
+                progress(f"{subject.name}::{clause.id}", len(cells), len(resolved) * len(chosen))
+            with one_thread():
+                cells.append(bench.run(clause))
         notes += [f"{subject.name}: {note}" for note in dict.fromkeys(bench.lab.notes)]
     return Report(
-        cells=tuple(cells), seed=seed, contract=VERSION, versions=_versions(), notes=tuple(notes)
+        cells=tuple(cells),
+        seed=seed,
+        contract=VERSION,
+        device=where.label,
+        versions=_versions(),
+        notes=tuple(notes),
     )
+
+
+def device_under_test(force: str | None = None) -> Device:
+    """The device of `force`, else of the environment variable, else the CPU.
+
+    Unlike a job, a check takes no accelerator that nobody asked for: it shares the machine.
+    """
+    return current(force or (None if os.environ.get(ENV) else "cpu"))
 
 
 @contextmanager
@@ -96,10 +117,11 @@ class Bench:
         seed: int = SEED,
         max_elements: int = MAX_ELEMENTS,
         without: Sequence[str] = (),
+        device: Device | None = None,
     ) -> None:
         self.subject = subject
         self.without = frozenset(without)
-        self.lab = Lab(subject, seed=seed, max_elements=max_elements)
+        self.lab = Lab(subject, seed=seed, max_elements=max_elements, device=device)
         self.cells: dict[str, Cell] = {}
 
     def run(self, clause: Check) -> Cell:
@@ -189,7 +211,9 @@ class Bench:
     def _again(self, clause: Check) -> str:
         name = shlex.quote(self.subject.name)
         seed = "" if self.lab.seed == SEED else f" --seed {self.lab.seed}"
-        return f"torchtitan-ckpt check {name} --check {clause.id}{seed}"
+        label = self.lab.device.label.replace("npu-simulated", "npu-sim")
+        device = "" if label == "cpu" else f" --device {label}"
+        return f"torchtitan-ckpt check {name} --check {clause.id}{seed}{device}"
 
     def _cell(
         self,
@@ -226,7 +250,15 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
-    for name in ("torch", "torchtitan", "transformers", "safetensors", "torchtitan-ckpt"):
+    packages = (
+        "torch",
+        "torch_npu",
+        "torchtitan",
+        "transformers",
+        "safetensors",
+        "torchtitan-ckpt",
+    )
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -45,8 +45,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as integers, so that NaN equals itself and -0.0 differs from 0.0."""
-    tensor = tensor.detach().resolve_neg().resolve_conj().contiguous()
+    """The tensor's bytes as integers, on the CPU, so that NaN equals itself and -0.0 is not 0.0."""
+    tensor = tensor.detach().resolve_neg().resolve_conj().contiguous().cpu()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
@@ -231,7 +231,7 @@ def _encode(digit: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _decode(value: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
     name = str(value.dtype).removeprefix("torch.")
-    value = value.detach().resolve_neg().contiguous()
+    value = value.detach().resolve_neg().contiguous().cpu()
     if name in _NARROW:
         digit = value.view(torch.uint8).to(torch.int64)
         return digit, digit < limit

@@ -18,6 +18,7 @@ from conformance.fingerprint import Positions, State, noise, torch_dtype
 from conformance.subject import Reference, Subject, matches, numbers_of, template_of
 from conformance.template import FileList, Leaf, file_list, native_template
 from conformance.trace import Trace, Tracer
+from torchtitan_ckpt.device import Device, DeviceKind
 
 Direction = Literal["to_hf", "from_hf"]
 # Values are checked on at most this many elements, and on half as many where that still holds a
@@ -47,10 +48,18 @@ class AdapterRaised(Exception):
 class Lab:
     """One subject on the bench. Everything is computed once and only when asked for."""
 
-    def __init__(self, subject: Subject, *, seed: int, max_elements: int = MAX_ELEMENTS) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        seed: int,
+        max_elements: int = MAX_ELEMENTS,
+        device: Device | None = None,
+    ) -> None:
         self.subject = subject
         self.seed = seed
         self.max_elements = max_elements
+        self.device = device or Device(DeviceKind.CPU)
         self.notes: list[str] = list(subject.notes)
 
     # -- what the subject supplies ------------------------------------------------------------
@@ -123,14 +132,23 @@ class Lab:
 
     def convert(self, direction: Direction, state: Mapping[str, Any], adapter: Any = None) -> State:
         """As `call`, of a copy, keeping what is a tensor under a str."""
-        copy = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        out = self.call(direction, copy, adapter)
+        out = self.call(direction, self.on_device(state), adapter)
         if not isinstance(out, Mapping):
             raise AdapterRaised(direction, TypeError(f"returned {type(out).__name__}, not a dict"))
         return {
             k: v
             for k, v in out.items()
             if isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided
+        }
+
+    def on_device(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of `state` whose tensors lie on the device under test, as a trainer's do.
+
+        Expected values stay on the CPU; comparisons of bits bring the other side there.
+        """
+        where = self.device.at(0)
+        return {
+            k: _copied(v, where) if isinstance(v, torch.Tensor) else v for k, v in state.items()
         }
 
     # -- traces ---------------------------------------------------------------------------------
@@ -294,6 +312,11 @@ class Lab:
     def alias(self, key: str) -> str | None:
         """The native key that `key` is tied to, if it is declared an alias."""
         return self.may.tied.get(key)  # type: ignore[no-any-return]
+
+
+def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A copy on `where`; a meta tensor stays one."""
+    return tensor.clone() if tensor.is_meta else tensor.to(where, copy=True)
 
 
 def _layer(key: str) -> tuple[str, int]:

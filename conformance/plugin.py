@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from conformance.verdict import Cell
 
 _BENCHES: dict[int | str, Any] = {}
+_CHOSEN: dict[str, str | None] = {"device": None}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +40,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ckpt-level", type=int, default=None, metavar="N", help="only checks up to this level"
     )
+    group.addoption(
+        "--ckpt-device",
+        default=None,
+        choices=("cpu", "npu", "cuda", "npu-sim"),
+        help="where the tensors of the checks lie; npu-sim runs all of pytest in a fresh process "
+        "on the simulated Ascend device",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """`--ckpt-device npu-sim`: the same command line again, on the simulated device."""
+    if config.getoption("--ckpt-device") != "npu-sim":
+        return None
+    from conformance import ascend_sim
+    from torchtitan_ckpt.errors import CheckpointError
+
+    try:
+        return ascend_sim.again("pytest", config.invocation_params.args, "--ckpt-device")
+    except CheckpointError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _CHOSEN["device"] = config.getoption("--ckpt-device")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Where the checks run, if somebody said so."""
+    if config.getoption("--ckpt-device") is None:
+        return None
+    from conformance.engine import device_under_test
+
+    return f"checkpoint conformance on: {device_under_test(_CHOSEN['device']).describe()}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -79,7 +114,7 @@ class Runner:
 
     def cell(self) -> Cell:
         """Run the check on this process's bench for the subject."""
-        from conformance.engine import Bench, one_thread
+        from conformance.engine import Bench, device_under_test, one_thread
         from conformance.subjects import resolve
         from torchtitan_ckpt.errors import CheckpointError
 
@@ -88,7 +123,7 @@ class Runner:
         try:
             if key not in _BENCHES:
                 subject = resolve(name) if isinstance(name, str) else name
-                _BENCHES[key] = Bench(subject)
+                _BENCHES[key] = Bench(subject, device=device_under_test(_CHOSEN["device"]))
             with one_thread():
                 found: Cell = _BENCHES[key].run(self.clause)
         except CheckpointError as error:

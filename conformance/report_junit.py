@@ -30,7 +30,7 @@ def render(report: Report) -> str:
         for name, value in (
             ("contract", report.contract),
             ("seed", str(report.seed)),
-            ("device", report.device),
+            ("device", report.device_words),
             *report.versions.items(),
         ):
             ElementTree.SubElement(properties, "property", name=name, value=value)

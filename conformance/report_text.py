@@ -81,10 +81,11 @@ def summary(report: Report) -> str:
     """Counts of cells, subjects, checks, the device, the seed and the contract's version."""
     counts = " · ".join(f"{n} {verdict}" for verdict, n in report.counts.items() if n)
     versions = " ".join(f"{k} {v}" for k, v in report.versions.items())
+    simulated = f"\n{report.device_words}" if report.device_words != report.device else ""
     text = (
         f"{_plural(len(report.cells), 'cell')} ({_plural(len(report.subjects), 'subject')} x "
         f"{_plural(len(report.checks), 'check')}, {report.device}): {counts}\n"
-        f"contract {report.contract} · seed {report.seed} · {versions}"
+        f"contract {report.contract} · seed {report.seed} · {versions}{simulated}"
     )
     return text if report.ran else text + "\nnothing was checked: that is not a pass"
 

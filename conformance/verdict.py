@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from torchtitan_ckpt.device import SIMULATED
+
 Verdict = Literal["pass", "fail", "xfail", "xpass", "n/a", "blocked", "error"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 # What makes a run fail: an expected finding that no longer happens is as wrong as a new one.
@@ -72,6 +74,11 @@ class Report:
     device: str = "cpu"
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def device_words(self) -> str:
+        """The device for people: what is simulated is never called by a device's name alone."""
+        return SIMULATED if self.device == "npu-simulated" else self.device
 
     @property
     def counts(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ def _saved(lab: Lab, state: State, folder: str, number: int) -> Iterator[Finding
     """Save through the subject's codec; a refusal is a finding."""
     writer = _codec(lab)
     try:
-        writer.save({k: v.clone() for k, v in state.items()}, folder, _files(state, number))
+        writer.save(lab.on_device(state), folder, _files(state, number))
     except Exception as error:
         bad = next((k for k in state if k in str(error)), "")
         yield Finding(
@@ -225,7 +225,7 @@ def _reread(lab: Lab, state: State, name: str) -> Iterator[Finding]:
             )
             return
         yield from _equal("the files hold", state, found, writer.name, name)
-        targets = {k: _hole(v) for k, v in state.items()}
+        targets = lab.on_device({k: _hole(v) for k, v in state.items()})
         try:
             writer.load(folder, targets)
         except Exception as error:

@@ -56,7 +56,7 @@ def _load(reader: Any, targets: State) -> None:
 def reader(lab: Lab) -> Iterator[Finding]:
     """The adapter's own reader fills tensors from files that safetensors wrote."""
     state = lab.noise(_small(lab), salt=20)
-    targets = {k: torch.zeros_like(v) for k, v in state.items()}
+    targets = lab.on_device({k: torch.zeros_like(v) for k, v in state.items()})
     with tempfile.TemporaryDirectory() as folder:
         codecs.write(state, folder, {key: i % 2 + 1 for i, key in enumerate(state)})
         source = _reader(lab, folder)
@@ -105,7 +105,7 @@ def quantized(lab: Lab) -> Iterator[Finding]:
         .view(torch.float8_e4m3fn)
     )
     scales = codecs.blocks_of(codes)
-    target = {key: torch.zeros(200, 136)}
+    target = lab.on_device({key: torch.zeros(200, 136)})
     with tempfile.TemporaryDirectory() as folder:
         name = key.removesuffix(".weight") + ".weight_scale_inv"
         codecs.write({key: codes, name: scales}, folder, {key: 1, name: 2})
@@ -118,9 +118,10 @@ def quantized(lab: Lab) -> Iterator[Finding]:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             return
-    if torch.equal(target[key], codecs.dequantized(codes, scales)):
+    got = target[key].cpu()
+    if torch.equal(got, codecs.dequantized(codes, scales)):
         return
-    raw = torch.equal(target[key], codes.float())
+    raw = torch.equal(got, codes.float())
     yield Finding(
         what="the quantized reader loads codes as weights"
         if raw
@@ -128,7 +129,7 @@ def quantized(lab: Lab) -> Iterator[Finding]:
         keys=(key,),
         coordinate="[0, 0]",
         expected=f"{float(codes[0, 0].float() * scales[0, 0])} (code times scale)",
-        actual=f"{float(target[key][0, 0])}" + (" (the code)" if raw else ""),
+        actual=f"{float(got[0, 0])}" + (" (the code)" if raw else ""),
         cause="from_quantized is ignored and the plain reader returned"
         if raw
         else "scales are applied to other blocks",

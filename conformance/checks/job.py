@@ -54,6 +54,7 @@ def unchanged(lab: Lab) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         _train(
             assets,
+            lab.device.kind.value,
             folder,
             1,
             *("--optimizer.lr", "0", "--optimizer.weight_decay", "0"),
@@ -65,7 +66,7 @@ def unchanged(lab: Lab) -> Iterator[Finding]:
 
 def resume(lab: Lab) -> Iterator[Finding]:
     """Stopped twice and resumed: losses and the whole state equal the run never stopped."""
-    runs = _runs(_assets(lab))
+    runs = _runs(_assets(lab), lab.device.kind.value)
     if runs.whole != runs.cut:
         first = next(
             (n for n, (a, b) in enumerate(zip(runs.whole, runs.cut, strict=False)) if a != b),
@@ -86,7 +87,7 @@ def resume(lab: Lab) -> Iterator[Finding]:
 def export(lab: Lab) -> Iterator[Finding]:
     """The trained model exports under the files' keys, shapes and values of its last step."""
     assets = _assets(lab)
-    runs = _runs(assets)
+    runs = _runs(assets, lab.device.kind.value)
     exported = _tensors(runs.step("cut", STEPS))
     reference = {
         key: torch.empty_like(v, dtype=torch.bfloat16) for key, v in _tensors(assets).items()
@@ -105,14 +106,15 @@ def export(lab: Lab) -> Iterator[Finding]:
 
 
 @functools.cache
-def _runs(assets: str) -> Runs:
+def _runs(assets: str, device: str) -> Runs:
     folder = tempfile.TemporaryDirectory(prefix="ckpt-job-")
     full = ("--checkpoint.no-last_save_model_only",)
-    whole = _train(assets, f"{folder.name}/whole", STEPS, *full)
-    cut = _train(assets, f"{folder.name}/cut", 2, *full)
-    cut += _train(assets, f"{folder.name}/cut", 4, *full)
+    whole = _train(assets, device, f"{folder.name}/whole", STEPS, *full)
+    cut = _train(assets, device, f"{folder.name}/cut", 2, *full)
+    cut += _train(assets, device, f"{folder.name}/cut", 4, *full)
     cut += _train(
         assets,
+        device,
         f"{folder.name}/cut",
         STEPS,
         *("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16"),
@@ -120,11 +122,11 @@ def _runs(assets: str) -> Runs:
     return Runs(folder, whole, cut)
 
 
-def _train(assets: str, folder: str, steps: int, *flags: str) -> list[str]:
+def _train(assets: str, device: str, folder: str, steps: int, *flags: str) -> list[str]:
     """Run the reference job in a process; its loss of each step, exact."""
     command = [
         *(sys.executable, "-m", "torchtitan_ckpt.train", "--config", "qwen3_from_assets"),
-        *("--device", "cpu", "--hf_assets_path", assets, "--dump_folder", folder),
+        *("--device", device, "--hf_assets_path", assets, "--dump_folder", folder),
         *("--training.steps", str(steps), "--checkpoint.enable", "--checkpoint.interval", "2"),
         *("--checkpoint.initial_load_in_hf", *flags),
     ]

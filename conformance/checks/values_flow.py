@@ -107,9 +107,10 @@ def dtensor(lab: Lab) -> Iterator[Finding]:
     state = lab.noise(lab.value_native, salt=5)
     plain = lab.convert("to_hf", state)
     plain_back = lab.convert("from_hf", plain)
-    with _one_rank():
-        for name, placements, mesh in _placements():
-            sharded = {k: _distribute(v, mesh, placements) for k, v in state.items()}
+    with _one_rank(lab.device.backend):
+        for name, placements, mesh in _placements(lab.device.kind.value):
+            placed = lab.on_device(state)
+            sharded = {k: _distribute(v, mesh, placements) for k, v in placed.items()}
             adapter = lab.adapter()
             try:
                 out = lab.call("to_hf", sharded, adapter)
@@ -134,8 +135,9 @@ def _blamed(lab: Lab, error: AdapterRaised, state: State) -> tuple[str, ...]:
 
     if error.direction != "to_hf":
         return tuple(list(state)[:1])
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    for key, value in state.items():
+    kind = lab.device.kind.value
+    mesh = init_device_mesh(kind, (1, 1), mesh_dim_names=("replicate", "shard"))
+    for key, value in lab.on_device(state).items():
         try:
             lab.call("to_hf", {key: _distribute(value, mesh, (Replicate(), Shard(0)))})
         except AdapterRaised as again:
@@ -150,16 +152,16 @@ def _distribute(value: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor
     if value.dim() == 0:
         placements = [Replicate()] * len(placements)
     # One rank: the local tensor is the whole one, so no communication and no copy.
-    return DTensor.from_local(value.clone(), mesh, list(placements), run_check=False)
+    return DTensor.from_local(value, mesh, list(placements), run_check=False)
 
 
-def _placements() -> Iterator[tuple[str, Any, Any]]:
+def _placements(kind: str) -> Iterator[tuple[str, Any, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
-    fsdp = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    fsdp = init_device_mesh(kind, (1,), mesh_dim_names=("shard",))
     yield "Shard(0)", (Shard(0),), fsdp
-    hsdp = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    hsdp = init_device_mesh(kind, (1, 1), mesh_dim_names=("replicate", "shard"))
     yield "Replicate, Shard(0)", (Replicate(), Shard(0)), hsdp
 
 
@@ -198,8 +200,8 @@ def _same(
 
 
 @contextmanager
-def _one_rank() -> Iterator[None]:
-    """A gloo group of one, unless a group is there already; that one is left as it is."""
+def _one_rank(backend: str) -> Iterator[None]:
+    """A process group of one, unless a group is there already; that one is left as it is."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -210,7 +212,7 @@ def _one_rank() -> Iterator[None]:
         yield
         return
     dist.init_process_group(
-        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+        backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
     )
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,79 @@ def test_a_folder_is_a_subject(tmp_path: Path, capsys: pytest.CaptureFixture[str
     save_file({"a.weight": torch.ones(2)}, tmp_path / "other.safetensors")
     assert main(["check", str(tmp_path)]) == 1
     assert "2 files and no index" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ the device
+
+
+def test_npu_sim_starts_the_same_command_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fresh process whose libraries are the simulator's, with `npu` for the device."""
+    from conformance.ascend_sim import launcher
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(launcher, "run", lambda argv, **_: started.append(list(argv)) or 1)
+    words = ["check", f"{HERE}:GOOD", "qwen3", "--check", "keys.*", "--level", "2", "--verbose"]
+    assert main([*words, "--json", "-", "--device", "npu-sim"]) == 1
+    assert started == [
+        [
+            *("python", "-m", "torchtitan_ckpt", "check", f"{HERE}:GOOD", "qwen3"),
+            *("--check=keys.*", "--level=2", "--device=npu", "--json=-", "--verbose"),
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [("wheel", "run scripts/setup_npu_sim.sh"), ("compiler", "install g++")],
+)
+def test_without_wheel_or_compiler_one_sentence_says_so(
+    missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from conformance.ascend_sim import build, launcher
+
+    found = {} if missing == "wheel" else {"torch": "2.13.0", "torch_npu": "2.13.0"}
+    monkeypatch.setattr(launcher, "_versions", lambda _: found)
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert main(["check", f"{HERE}:GOOD", "--device", "npu-sim"]) not in (0, 1)
+    captured = capsys.readouterr()
+    assert remedy in captured.err
+    assert captured.out == "", "what did not run reports nothing"
+
+
+def test_a_device_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:GOOD", "--device", "npu"]) not in (0, 1)
+    assert "torch_npu is not installed" in capsys.readouterr().err
+
+
+def test_a_repeating_command_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from conformance import engine
+    from conformance.contract import BY_ID
+    from torchtitan_ckpt.device import Device
+
+    monkeypatch.setattr(Device, "label", property(lambda _: "npu-simulated"))
+    bench = engine.Bench(BAD)
+    cell = bench.run(BY_ID["keys.total"])
+    assert cell.findings[0].again.endswith("--check keys.total --device npu-sim")
+
+
+# ------------------------------------------------------------------ progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["check", f"{HERE}:GOOD", "--check", "keys.total", "--check", "shapes.native"]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(words) == 0
+    assert "/2" in terminal.getvalue()
+    assert "good::shapes.native" in terminal.getvalue()
+    assert capsys.readouterr().out == captured.out

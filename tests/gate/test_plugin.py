@@ -97,3 +97,17 @@ def test_collecting_an_unrelated_project_imports_no_torch(pytester: pytest.Pytes
         "    assert 'conformance.plugin' in sys.modules\n"
     )
     pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+
+
+def test_a_device_is_named_in_the_header_and_an_absent_simulator_in_words(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(project, "--ckpt-device", "cpu", "-k", "good and total")
+    result.assert_outcomes(passed=1, deselected=7)
+    result.stdout.fnmatch_lines(["checkpoint conformance on: cpu"])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCHTITAN_CKPT_NPU_PYTHON", "")
+    result = run(project, "--ckpt-device", "npu-sim")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.re_match_lines([".*(wants g\\+\\+|wants torch_npu).*"])
+    result.stdout.no_fnmatch_line("*passed*")

@@ -5,14 +5,18 @@ Looks back at the package `conformance`, lazily: everything else of this project
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 if TYPE_CHECKING:
+    from conformance.engine import Progress
     from conformance.verdict import Report
 
 
@@ -31,6 +35,9 @@ class Args:
     """Only checks up to this level (1 keys, 2 values, 3 files, 4 forward, 5 ranks)."""
     degrees: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Parallel degrees for the chapter reshard, e.g. dp_shard=2,tp=2 (repeatable)."""
+    device: Literal["cpu", "npu", "cuda", "npu-sim"] | None = None
+    """Where the tensors of the checks lie; npu-sim starts again on the simulated Ascend device.
+    Without it the environment variable TORCHTITAN_CKPT_DEVICE decides, else cpu."""
     seed: int = 20261201
     """Seed of all values; the report prints it."""
     max_elements: int = 48_000_000
@@ -49,6 +56,10 @@ class Args:
 
 def run(args: Args) -> int:
     """Run the contract; 0 clean, 1 findings, 2 usage, 5 nothing was checked."""
+    if args.device == "npu-sim":
+        from conformance import ascend_sim
+
+        return ascend_sim.again("torchtitan_ckpt", ["check", *_words(args)], "--device")
     from conformance import report_github, report_json, report_text
     from conformance.engine import check
 
@@ -57,15 +68,17 @@ def run(args: Args) -> int:
         from conformance.subjects import main
 
         subjects = main.NAMES
-    report = check(
-        subjects,
-        checks=args.check,
-        level=args.level,
-        seed=args.seed,
-        max_elements=args.max_elements,
-        progress=_progress if sys.stderr.isatty() else None,
-        degrees=args.degrees,
-    )
+    with _progress() as progress:
+        report = check(
+            subjects,
+            checks=args.check,
+            level=args.level,
+            seed=args.seed,
+            max_elements=args.max_elements,
+            degrees=args.degrees,
+            device=args.device,
+            progress=progress,
+        )
     _write(args, report)
     as_json = args.json is not None and str(args.json) == "-"
     text = report_text.render(report, verbose=args.verbose)
@@ -102,5 +115,39 @@ def _write(args: Args, report: Report) -> None:
             ) from error
 
 
-def _progress(cell: Any) -> None:
-    print(f"\r\x1b[2K{cell.id} {cell.verdict}", end="", file=sys.stderr, flush=True)
+def _words(args: Args) -> list[str]:
+    """The command line of these options, without what is as it is anyway."""
+    words = list(args.subjects)
+    for option in dataclasses.fields(args):
+        value = getattr(args, option.name)
+        if option.name == "subjects" or value == option.default:
+            continue
+        flag = "--" + option.name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        else:
+            words += [f"{flag}={one}" for one in (value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+@contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """On a terminal, a line on stderr: which check runs, and how many of them are done."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Line
+
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Line(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task("")
+        yield lambda cell, done, total: line.update(
+            task, description=cell, completed=done, total=total
+        )
