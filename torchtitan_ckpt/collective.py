@@ -8,6 +8,8 @@ travel over a process group that moves CPU data; without an initialised group a 
 from __future__ import annotations
 
 import contextlib
+import gc
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -86,6 +88,37 @@ class Ranks:
         if error is not None and rank == self.rank:
             raise error
         raise _unpack(packed, rank, what, sum(f is not None for f in failures)) from error
+
+
+@contextlib.contextmanager
+def own_group(backend: str) -> Iterator[int]:
+    """A process group for the ranks of this launch (torchrun's variables), left in order.
+
+    Yields this process's rank and keeps nothing else.
+    A group's threads end only when nothing refers to it any more, and a failure's traceback refers
+    to every frame that it came through. One that outlives the interpreter aborts the process, with
+    the wrong exit code; so the frames of a failure are cleared here.
+    """
+    dist.init_process_group(backend)
+    try:
+        yield dist.get_rank()
+    except Exception as error:
+        _clear_frames(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def _clear_frames(error: BaseException) -> None:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += (one.__cause__, one.__context__)
 
 
 @contextlib.contextmanager

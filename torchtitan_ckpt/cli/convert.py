@@ -149,16 +149,10 @@ def _ranks() -> Iterator[bool]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield True
         return
-    import torch.distributed as dist
+    from torchtitan_ckpt.collective import own_group
 
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank() == 0
-    finally:
-        if own:
-            dist.destroy_process_group()
+    with own_group("gloo") as rank:
+        yield rank == 0
 
 
 @contextmanager
