@@ -47,11 +47,13 @@ def save_hf(
         if ranks.rank == 0 and assets and Path(assets).is_dir():
             changes = config_changes(dtype=config.export_dtype, quantized="", dequantized=True)
             copy_assets(Path(assets), Path(path), changes)
-    file_map = adapter.fqn_to_index_mapping or None
+    # One map for all ranks: under pipelines each holds other keys.
+    own = {k: n for k, n in (adapter.fqn_to_index_mapping or {}).items() if k in state}
+    file_map = {k: n for part in ranks.gather(own) for k, n in part.items()}
     hf.save(
         state,
         path,
-        file_map={k: n for k, n in file_map.items() if k in state} if file_map else None,
+        file_map=file_map or None,
         process_group=ranks.group,
         ownership=config.hf_ownership,
         sync_files=config.sync_files,
