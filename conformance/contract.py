@@ -58,7 +58,8 @@ LEVELS = {
 # Which check says that a direction raises on the whole model.
 RUNS = {"to_hf": "keys.leaves", "from_hf": "keys.import"}
 _HF, _REF = ("adapter", "native", "hf"), ("adapter", "native", "reference")
-_OUT, _JOB = ("to_hf",), ("job",)
+_OUT, _JOB, _MANAGER = ("to_hf",), ("job",), ("manager",)
+_FULL = ("reshard.full",)
 _PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
 
 CONTRACT: tuple[Check, ...] = (
@@ -109,6 +110,43 @@ CONTRACT: tuple[Check, ...] = (
         4,
         "Another implementation computes the same logits.",
         ("adapter", "native", "forward"),
+    ),
+    *(
+        Check(id, 5, why, _MANAGER, (), after)
+        for id, why, after in (
+            ("reshard.full", "A state saved under one split loads under another.", ()),
+            ("reshard.next-step", "The step after a reshard equals the unsplit one.", _FULL),
+            ("reshard.dataloader", "Another data degree keeps the position or raises.", ()),
+            ("reshard.replicas", "A plain tensor that ranks disagree about raises.", ()),
+            ("reshard.hf", "HF files hold the whole model under every split.", ()),
+            ("seed.ranks", "A seed of one rank loads under every split.", ()),
+            ("seed.fresh", "A seed gives the model only.", ()),
+            ("seed.one-rank", "A seed made by several ranks raises.", ()),
+            ("seed.other-model", "A seed of another model raises, and changes nothing.", ()),
+            ("resume.newest", "The newest step is the one with the highest number.", ()),
+            ("resume.names", "Only step-<number> is a step.", ()),
+            ("resume.unfinished", "A step that was never completed is passed over.", ()),
+            ("resume.half-deleted", "A step that lacks a file is passed over.", ()),
+            ("resume.load-step", "A named step is loaded, or raises if absent.", ()),
+            ("resume.initial", "initial_load_path starts a job that has no step.", ()),
+            ("resume.model-only", "A model-only last step hides no full one.", ()),
+            ("resume.uninterrupted", "Two resumes equal the job never stopped.", ()),
+            ("resume.async", "An async save holds the state at the call.", ()),
+            ("resume.async-error", "A failed async save raises at the next call.", ()),
+            ("exclude.subsets", "Excluded states keep their values, others load.", ()),
+            ("exclude.unknown", "An unknown name in exclude_from_loading raises.", ()),
+            ("exclude.coupled", "The optimizer without its scheduler raises.", ()),
+            ("optimizer.none", "None in a state saves and comes back.", ()),
+            ("optimizer.none-over-moments", "None never replaces a healthy moment.", ()),
+            ("optimizer.gradients", "Gradients present change nothing.", ()),
+            ("optimizer.stateless", "No state stays no state.", ()),
+            ("optimizer.dtypes", "State keeps its types and dtypes.", ()),
+            ("optimizer.by-name", "State belongs to names, not to positions.", ()),
+            ("optimizer.no-gradient", "A parameter without state stays without.", ()),
+            ("optimizer.frozen", "A frozen parameter keeps its moments.", ()),
+            ("optimizer.swapped", "Moments told to lie in host memory come back.", ()),
+            ("optimizer.emptied", "Emptied storage is refused by name.", ()),
+        )
     ),
     Check("job.unchanged", 5, "A job that learns nothing gives its files back.", _JOB, ()),
     Check("job.resume", 5, "A resumed job equals one that was never stopped.", _JOB, ()),

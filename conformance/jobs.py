@@ -196,14 +196,22 @@ class Job:
         """A checkpoint manager over this job's parts; `options` are its config's fields."""
         return CheckpointManager(
             CheckpointManager.Config(enable=True, sync_files=False, **options),
-            model_parts=self.parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.schedulers,
-            dataloader=_Loader(self),
-            states={"train_state": _Counter(self), **(states or {})},
-            sd_adapter=sd_adapter,
-            base_folder=dump_folder,
+            **self.for_manager(dump_folder, sd_adapter=sd_adapter, states=states),
         )
+
+    def for_manager(
+        self, dump_folder: str, *, sd_adapter: Any = None, states: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What a manager with torchtitan's constructor is given besides its config."""
+        return {
+            "model_parts": self.parts,
+            "optimizers": self.optimizers,
+            "lr_schedulers": self.schedulers,
+            "dataloader": _Loader(self),
+            "states": {"train_state": _Counter(self), **(states or {})},
+            "sd_adapter": sd_adapter,
+            "base_folder": dump_folder,
+        }
 
     def take(self, flat: Mapping[str, Any]) -> None:
         """Take over what was loaded; states whose keys are absent keep their own values."""
@@ -240,7 +248,10 @@ class Job:
 
 
 class _Loader:
-    """The data loader's position, under the name of its data-parallel rank, as torchtitan's."""
+    """The data loader's position, under the name of its data-parallel rank, as torchtitan's.
+
+    As that one, it refuses the positions of another data-parallel degree when they reach it.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -250,6 +261,8 @@ class _Loader:
         return {f"dp_rank_{self.job.dp_rank}": entry, "world_size": self.job.dp_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["world_size"] != self.job.dp_size:
+            raise ValueError(f"saved by {state['world_size']} ranks, loaded by {self.job.dp_size}")
         self.job.position = state[f"dp_rank_{self.job.dp_rank}"]["position"]
 
 

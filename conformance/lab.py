@@ -10,7 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ from conformance.subject import Reference, Subject, matches, numbers_of, templat
 from conformance.template import FileList, Leaf, file_list, native_template
 from conformance.trace import Trace, Tracer
 from torchtitan_ckpt.device import Device, DeviceKind
+
+if TYPE_CHECKING:
+    from conformance.manager_lab import ManagerLab
 
 Direction = Literal["to_hf", "from_hf"]
 # Values are checked on at most this many elements, and on half as many where that still holds a
@@ -150,6 +153,13 @@ class Lab:
         return {
             k: _copied(v, where) if isinstance(v, torch.Tensor) else v for k, v in state.items()
         }
+
+    @functools.cached_property
+    def managers(self) -> ManagerLab:
+        """The subject's manager on rank processes, for the chapters about managers."""
+        from conformance.manager_lab import ManagerLab
+
+        return ManagerLab(self.subject)
 
     # -- traces ---------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""Finds a subject by its name: `pkg.mod:NAME`, a shipped one, or `titan:<model>/<flavor>`."""
+"""Finds a subject by its name.
+
+`pkg.mod:NAME`, a shipped family, `titan:<model>/<flavor>`, `main:<fixture>`, `manager:ours`, or a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,10 @@ def resolve(name: str) -> Subject:
         from conformance.subjects import main
 
         return main.subject(name)
+    if name.startswith("manager:"):
+        from conformance.subjects import managers
+
+        return managers.subject(name)
     if ":" in name:
         return _imported(name)
     if os.path.isdir(name):

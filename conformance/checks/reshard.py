@@ -1,0 +1,225 @@
+"""Chapter `reshard`: what a manager saves under one split of a job it loads under another.
+
+Splits are torch's own, on rank processes; weights and gradients are exact in any order, so every
+comparison with the job that never was split is bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.degrees import Case
+from conformance.jobs import STATES, Job, small_table, truth
+from conformance.lab import Lab, NotApplicable
+from conformance.managed import ManagerRaised, PlainAdapter, brief, differences, opened
+from conformance.manager_lab import ManagerLab, case_of, merged
+from conformance.verdict import Finding
+
+SAVED = 2  # steps of the job that saves
+_HF = ("last_save_in_hf", "initial_load_in_hf")
+
+
+def full(lab: Lab) -> Iterator[Finding]:
+    """Model, moments, scheduler, counters and, where it can be, the loader's position."""
+    for source, target in lab.managers.pairs:
+        yield from _resharded(lab.managers, source, target)[0]
+
+
+def next_step(lab: Lab) -> Iterator[Finding]:
+    """Second copies that a load leaves stale show in the step that follows it."""
+    for source, target in lab.managers.pairs:
+        yield from _resharded(lab.managers, source, target)[1]
+
+
+def dataloader(lab: Lab) -> Iterator[Finding]:
+    """Positions of another data-parallel degree: handed to the loader or refused, never lost."""
+    managers = lab.managers
+    for words in (("fsdp2", "1"), ("1", "fsdp2")):
+        source, target = map(case_of, words)
+        folder = _saved(managers, source)
+        ranks = managers.run(_load_position, target.ranks, folder, target)
+        if not all(ranks):
+            yield Finding(
+                what="a data loader of another data-parallel degree lost its position in silence",
+                keys=("dataloader",),
+                coordinate=_pair(source, target),
+                expected="a refusal that names the data loader or its degree",
+                actual="load() returned, and the loader was not told",
+                remedy="let the loader see what was saved, or compare the degrees and refuse",
+            )
+
+
+def replicas(lab: Lab) -> Iterator[Finding]:
+    """A plain tensor is one value: where ranks disagree, one of them would be lost."""
+    ranks = lab.managers.run(_save_disagreeing, 2, lab.managers.folder())
+    if any(found is not None for found in ranks):
+        yield Finding(
+            what="a plain tensor that differs between ranks was saved as if it did not",
+            keys=("extra.value",),
+            coordinate="2 ranks",
+            expected="a refusal, or to each rank its own value",
+            actual=", ".join(f"rank {n}: {value}" for n, value in enumerate(ranks)),
+            cause="one rank's value was written for all",
+            remedy="compare plain tensors over the ranks before writing, or give each rank a name",
+        )
+
+
+def hf(lab: Lab) -> Iterator[Finding]:
+    """Hugging Face files hold the whole model, whoever wrote them and whoever reads them."""
+    missing = [name for name in _HF if not _takes(lab.managers.manager, name)]
+    if missing:
+        raise NotApplicable(f"the manager has no option {' or '.join(missing)}")
+    for source, target in lab.managers.pairs:
+        where = _pair(source, target)
+        folder = lab.managers.folder()
+        lab.managers.run(_export, source.ranks, folder, source)
+        step = f"{folder}/checkpoint/step-{SAVED}"
+        yield from _files(step, where)
+        yield from lab.managers.findings(_import, target.ranks, step, target, where)
+
+
+def _resharded(lab: ManagerLab, source: Case, target: Case) -> tuple[list[Finding], list[Finding]]:
+    """What is wrong after the load, and after one step more; each pair runs once."""
+
+    def make() -> tuple[list[Finding], list[Finding]]:
+        folder, same = _saved(lab, source), _data_degree(source) == _data_degree(target)
+        ranks = lab.run(_load_and_step, target.ranks, folder, target, same, _pair(source, target))
+        loaded, stepped = zip(*ranks, strict=True)
+        return merged(f for one in loaded for f in one), merged(f for one in stepped for f in one)
+
+    return lab.once(("reshard", source.name, target.name), make)
+
+
+def _saved(lab: ManagerLab, case: Case) -> str:
+    def make() -> str:
+        folder = lab.folder()
+        lab.run(_train_and_save, case.ranks, folder, case)
+        return folder
+
+    return lab.once(("saved", case.name), make)
+
+
+def _data_degree(case: Case) -> int:
+    return case.degrees.dp_replicate * case.degrees.dp_shard
+
+
+def _pair(source: Case, target: Case) -> str:
+    return f"saved under {source.name}, loaded under {target.name}"
+
+
+def _takes(manager: Any, option: str) -> bool:
+    try:
+        manager.Config(**{option: False})
+    except TypeError:
+        return False
+    return True
+
+
+def _files(step: str, where: str) -> Iterator[Finding]:
+    """The files of an export, as the safetensors library reads them, against the truth."""
+    from safetensors import safe_open
+
+    expected = truth(small_table(), SAVED)
+    wrong: dict[str, str] = {f"model.{key}": "missing" for key in small_table()}
+    for path in sorted(Path(step).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  not a dict
+                value, want = file.get_tensor(key), expected.get(key.removeprefix("model."))
+                same = want is not None and value.dtype == want.dtype and torch.equal(value, want)
+                wrong[key] = "" if same else brief(value)
+    bad = {key: words for key, words in wrong.items() if words}
+    if bad:
+        first = next(iter(bad))
+        yield Finding(
+            what=f"{len(bad)} of {len(wrong)} tensors of the exported files are wrong",
+            keys=tuple(bad),
+            coordinate=where.partition(",")[0],
+            expected=brief(expected.get(first.removeprefix("model."))),
+            actual=bad[first],
+            oracle="the job that was never split",
+        )
+
+
+# --- on the ranks -------------------------------------------------------------------------------
+
+
+def _train_and_save(manager: Any, folder: str, case: Case) -> None:
+    job = Job.start(small_table(), case.degrees, chunks=case.chunks)
+    job.train(SAVED)
+    with opened(manager, job, folder, interval=SAVED) as found:
+        found.save(SAVED)
+
+
+def _load_and_step(
+    manager: Any, folder: str, case: Case, same_data: bool, where: str
+) -> tuple[list[Finding], list[Finding]]:
+    job = Job.start(small_table(), case.degrees, chunks=case.chunks, empty=True)
+    excluded = [] if same_data else ["dataloader"]
+    at = {name: SAVED for name in STATES if name not in excluded}
+    with opened(manager, job, folder, load_only=True, exclude_from_loading=excluded) as found:
+        found.load()
+    loaded = differences(job, at, coordinate=where)
+    job.train()
+    later = dict.fromkeys(at, SAVED + 1)
+    return loaded, differences(job, later, coordinate=where, what="after one step more")
+
+
+def _load_position(manager: Any, folder: str, case: Case) -> bool:
+    """Whether the position was kept or the load refused."""
+    job = Job.start(small_table(), case.degrees, chunks=case.chunks)
+    try:
+        with opened(manager, job, folder, load_only=True) as found:
+            found.load()
+    except ManagerRaised:
+        return True
+    return job.position == SAVED * (3 + job.dp_rank)
+
+
+class _Own:
+    """A state that holds one plain tensor."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.tensor([value])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def _save_disagreeing(manager: Any, folder: str) -> float | None:
+    """None where the save was refused or this rank has its own value back, else that value."""
+    case, rank = case_of("fsdp2"), dist.get_rank()
+    job = Job.start(small_table(), case.degrees)
+    try:
+        with opened(manager, job, folder, states={"extra": _Own(rank + 1.0)}, interval=1) as found:
+            found.save(1)
+        target = _Own(rank + 5.0)
+        with opened(manager, job, folder, states={"extra": target}, load_only=True) as found:
+            found.load()
+    except ManagerRaised:
+        return None
+    value = float(target.value)
+    return None if value == rank + 1.0 else value
+
+
+def _export(manager: Any, folder: str, case: Case) -> None:
+    job = Job.start(small_table(), case.degrees, chunks=case.chunks)
+    job.train(SAVED)
+    adapter, options = PlainAdapter(small_table()), {"interval": 99, "last_save_in_hf": True}
+    with opened(manager, job, folder, adapter=adapter, **options) as found:
+        found.save(SAVED, last_step=True)
+
+
+def _import(manager: Any, step: str, case: Case, where: str) -> list[Finding]:
+    job = Job.start(small_table(), case.degrees, chunks=case.chunks, empty=True)
+    options = {"load_only": True, "initial_load_in_hf": True, "initial_load_path": step}
+    with opened(manager, job, f"{step}/none", adapter=PlainAdapter(small_table()), **options) as m:
+        m.load()
+    return differences(job, {"model": SAVED}, coordinate=where)

@@ -1,0 +1,241 @@
+"""Chapter `resume`: which checkpoint a restarted job takes, and that it goes on as before.
+
+On one rank. Folders are doctored copies of what the manager itself saved: `step-9` and `step-10`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conformance.jobs import STATES
+from conformance.lab import Lab, NotApplicable
+from conformance.managed import ManagerRaised, Outcome, Try, differences, opened, start
+from conformance.manager_lab import OWN, STEPS, ManagerLab, states
+from conformance.verdict import Finding
+
+NEWEST = STEPS["step-10"]
+MARKER = ".metadata"
+
+
+def newest(lab: Lab) -> Iterator[Finding]:
+    """Steps are numbers: 10 comes after 9."""
+    found = _load(lab.managers, lab.managers.saved_steps())
+    yield from _is_newest(found, "the newest of step-9 and step-10 was not resumed from", "step-10")
+
+
+def names(lab: Lab) -> Iterator[Finding]:
+    """Only `step-<number>` is a step; copies, leftovers and files with such a name are not."""
+    for decoy in ("step-11.tmp", "old-step-50", "step-12-copy"):
+        folder = lab.managers.saved_steps()
+        steps = Path(folder, "checkpoint")
+        shutil.copytree(steps / "step-9", steps / decoy)
+        words = f"a folder called {decoy} changes what is resumed from"
+        yield from _is_newest(_load(lab.managers, folder), words, decoy)
+    folder = lab.managers.saved_steps()
+    Path(folder, "checkpoint", "step-13").write_text("notes")
+    words = "a file called step-13 changes what is resumed from"
+    yield from _is_newest(_load(lab.managers, folder), words, "step-13")
+
+
+def unfinished(lab: Lab) -> Iterator[Finding]:
+    """A step that was never completed: nothing in it, or everything but the marker."""
+    empty = lab.managers.saved_steps()
+    Path(empty, "checkpoint", "step-11").mkdir()
+    words = "an empty step folder keeps a job from its newest complete step"
+    yield from _is_newest(_load(lab.managers, empty), words, "step-11")
+    if _marked(lab.managers):
+        folder = lab.managers.saved_steps()
+        _copy_without(folder, MARKER)
+        words = f"a step without {MARKER} keeps a job from its newest complete step"
+        yield from _is_newest(_load(lab.managers, folder), words, "step-11")
+
+
+def half_deleted(lab: Lab) -> Iterator[Finding]:
+    """A newer step that lacks any one of its files, as a purge or a copy cut short leaves it.
+
+    It may be passed over, or be loaded whole where that file was not needed; nothing else.
+    """
+    original = Path(lab.managers.saved_steps(), "checkpoint", "step-9")
+    for file in sorted(p.name for p in original.iterdir() if p.name != MARKER):
+        folder = lab.managers.saved_steps()
+        _copy_without(folder, file)
+        found = _load(lab.managers, folder)
+        if set(found.at.values()) == {STEPS["step-9"]}:
+            continue
+        words = f"a step that lacks {file} keeps a job from its newest complete step"
+        yield from _is_newest(found, words, "step-11")
+
+
+def load_step(lab: Lab) -> Iterator[Finding]:
+    """A named step is that step; one that is not there is refused, never replaced by another."""
+    folder = lab.managers.saved_steps()
+    older, absent, nothing = lab.managers.try_loads(
+        Try(folder, 9), Try(folder, 7), Try(lab.managers.folder(), 7)
+    )
+    words = "load(9) did not load step-9"
+    yield from states(older, dict.fromkeys(STATES, STEPS["step-9"]), what=words)
+    for outcome, where in ((absent, "which is not there"), (nothing, "and there is no folder")):
+        if not outcome.words or set(outcome.at.values()) != {OWN}:
+            yield Finding(
+                what=f"load(7), {where}, was not refused",
+                keys=("step-7",),
+                expected="an error, and the job as it was",
+                actual=str(outcome),
+                remedy="raise where the step that was named is not there",
+            )
+
+
+def initial(lab: Lab) -> Iterator[Finding]:
+    """`initial_load_path` starts a job whose own folder is empty; its own checkpoints win."""
+    other, own = lab.managers.saved_steps(), lab.managers.saved_steps()
+    shutil.rmtree(Path(own, "checkpoint", "step-9"))
+    path = f"{other}/checkpoint/step-9"
+    empty = lab.managers.folder()
+    Path(empty, "checkpoint").mkdir()
+    options = {"initial_load_path": path}
+    everything = {**options, "initial_load_model_only": False}
+    fresh, existing, whole, ignored = lab.managers.try_loads(
+        Try(lab.managers.folder(), options=options),
+        Try(empty, options=options),
+        Try(lab.managers.folder(), options=everything),
+        Try(own, options=everything),
+    )
+    first, model_only = STEPS["step-9"], {"model": STEPS["step-9"]}
+    rest = dict.fromkeys((name for name in STATES if name != "model"), OWN)
+    for outcome, wanted, words in (
+        (fresh, model_only | rest, "initial_load_path did not give the model, and it only"),
+        (existing, model_only | rest, "an existing, empty folder turns initial_load_path off"),
+        (whole, dict.fromkeys(STATES, first), "initial_load_model_only=False left states out"),
+        (ignored, dict.fromkeys(STATES, NEWEST), "initial_load_path won over the job's own step"),
+    ):
+        yield from states(outcome, wanted, what=words, coordinate=f"initial_load_path={path[-17:]}")
+
+
+def model_only(lab: Lab) -> Iterator[Finding]:
+    """A last step that holds only the model hides no full one, and is never resumed from."""
+    folder = lab.managers.folder()
+    lab.managers.run(_full_then_model_only, 1, folder)
+    (outcome,) = lab.managers.try_loads(Try(folder))
+    if set(outcome.at.values()) != {1}:
+        yield Finding(
+            what="a model-only last step keeps a job from the full step before it",
+            keys=("step-2",),
+            expected="step-1, the newest that can be resumed",
+            actual=str(outcome) if outcome.words else f"{outcome}: {dict(outcome.at)}",
+            cause="the newest step of any kind was taken for one that can be resumed",
+            remedy="take the newest full step, and say which newer ones were passed over",
+        )
+
+
+def uninterrupted(lab: Lab) -> Iterator[Finding]:
+    """Stopped and resumed twice, a job equals the one that was never stopped."""
+    yield from lab.managers.findings(_stop_twice, 1, lab.managers.folder())
+
+
+def async_(lab: Lab) -> Iterator[Finding]:
+    """What a background save writes is the state at the call, whatever the job does meanwhile."""
+    _needs_async(lab.managers)
+    folder = lab.managers.folder()
+    lab.managers.run(_save_in_background, 1, folder)
+    for step, outcome in enumerate(lab.managers.try_loads(*(Try(folder, n) for n in (1, 2))), 1):
+        words = f"an async save of step {step} does not hold the state at the call"
+        yield from states(outcome, dict.fromkeys(STATES, step), what=words)
+
+
+def async_error(lab: Lab) -> Iterator[Finding]:
+    """A save that failed in the background is raised by the next save, wait or close."""
+    _needs_async(lab.managers)
+    (silent,) = lab.managers.run(_save_into_nothing, 1, lab.managers.folder())
+    if silent:
+        yield Finding(
+            what="a save that failed in the background was never raised",
+            keys=("async_mode",),
+            expected="an error from save, maybe_wait_for_saving or close",
+            actual="all of them returned, and there is no checkpoint",
+            remedy="keep the future of the save, and ask it for its result",
+        )
+
+
+def _load(lab: ManagerLab, folder: str) -> Outcome:
+    (outcome,) = lab.try_loads(Try(folder))
+    return outcome
+
+
+def _is_newest(outcome: Outcome, what: str, name: str) -> Iterator[Finding]:
+    yield from states(outcome, dict.fromkeys(STATES, NEWEST), what=what, coordinate=name)
+
+
+def _marked(lab: ManagerLab) -> bool:
+    return Path(lab.saved_steps(), "checkpoint", "step-9", MARKER).is_file()
+
+
+def _copy_without(folder: str, file: str) -> None:
+    """`step-11`: the older step without one of its files."""
+    steps = Path(folder, "checkpoint")
+    shutil.copytree(steps / "step-9", steps / "step-11", ignore=shutil.ignore_patterns(file))
+
+
+def _needs_async(lab: ManagerLab) -> None:
+    try:
+        lab.manager.Config(async_mode="async")
+    except TypeError as error:
+        raise NotApplicable("the manager has no option async_mode") from error
+
+
+# --- on the ranks -------------------------------------------------------------------------------
+
+
+def _full_then_model_only(manager: Any, folder: str) -> None:
+    job = start()
+    with opened(manager, job, folder, interval=1) as found:
+        job.train()
+        found.save(1)
+        job.train()
+        found.save(2, last_step=True)
+
+
+def _stop_twice(manager: Any, folder: str) -> list[Finding]:
+    out = []
+    for stop in (2, 4, 6):
+        # A restarted process begins with other weights than those it will load.
+        job = start(0 if stop == 2 else 1)
+        with opened(manager, job, folder, interval=2) as found:
+            if stop > 2:
+                found.load()
+            words = f"when stopped at step {stop}"
+            job.train(2)
+            out += differences(job, dict.fromkeys(STATES, stop), what=words)
+            found.save(stop)
+        if out:
+            break
+    return out
+
+
+def _save_in_background(manager: Any, folder: str) -> None:
+    job = start()
+    with opened(manager, job, folder, interval=1, async_mode="async") as found:
+        for step in (1, 2):
+            job.train()
+            found.save(step)
+            found.wait("staging")
+            job.train()
+            # Back to where it was saved, so that the next step is the next.
+            job.take(start(step).state("model", "optimizer", "lr_scheduler", "train_state"))
+            job.position = 3 * step
+
+
+def _save_into_nothing(manager: Any, folder: str) -> bool:
+    """Whether a save whose folder has become a file was never complained about."""
+    job = start(1)
+    try:
+        with opened(manager, job, folder, interval=1, async_mode="async") as found:
+            target = Path(folder, "checkpoint")
+            shutil.rmtree(target, ignore_errors=True)
+            target.write_text("not a folder")
+            found.save(1)
+    except ManagerRaised:
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""Runs a subject's manager on rank processes, for the chapters about managers.
+
+Keeps what several checks share (saved steps, resharded jobs) and turns a manager that raised, died
+or hung into one finding. What ranks do is `conformance/managed.py`; no verdicts here.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from conformance.degrees import Case
+from conformance.lab import AdapterRaised
+from conformance.managed import ManagerRaised, Outcome, Try, opened, start, try_loads
+from conformance.ranks import RanksFailed, shared_pool
+from conformance.subject import Subject
+from conformance.verdict import Finding
+from torchtitan_ckpt.errors import ConfigError, Problem
+from torchtitan_ckpt.parallel import ParallelDegrees
+
+T = TypeVar("T")
+DEGREES = ("1", "fsdp2", "tp2", "pp2", "fsdp2 x tp2", "fsdp2 x ep2")
+TIMEOUT = 90.0
+# What `saved_steps` holds: the folder of each step, and the number of steps behind its state.
+STEPS: Mapping[str, int] = {"step-9": 1, "step-10": 2}
+OWN = 3  # steps of a job that tries to load
+
+
+class ManagerFailed(AdapterRaised):
+    """The subject's manager ended a check by raising, dying or hanging."""
+
+    def __init__(self, error: RanksFailed) -> None:
+        first = error.first
+        cause = first.error
+        words = str(cause) if isinstance(cause, ManagerRaised) else f"{first.kind}: {first.summary}"
+        self.direction, self.error = "manager", error
+        Exception.__init__(self, f"the manager failed on rank {first.rank}: {words}")
+
+
+class ManagerLab:
+    """One subject's manager. Folders live as long as this does."""
+
+    def __init__(self, subject: Subject) -> None:
+        assert subject.manager is not None
+        self.manager: Any = subject.manager
+        self.cases = cases_of(subject)
+        self._folder = tempfile.TemporaryDirectory(prefix="ckpt-gate-")
+        self._made = 0
+        self._once: dict[Any, Any] = {}
+        try:
+            pickle.dumps(self.manager)
+        except Exception as error:
+            raise ConfigError(
+                Problem(
+                    code="check.manager-unnamed",
+                    what="rank processes cannot import the subject's manager",
+                    where=subject.name,
+                    cause=str(error),
+                    fix="make it a class at the top of a module",
+                )
+            ) from error
+
+    def folder(self) -> str:
+        """A new, empty output folder."""
+        self._made += 1
+        path = Path(self._folder.name, str(self._made))
+        path.mkdir()
+        return str(path)
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """What `make` gives, made when first asked for."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]  # type: ignore[no-any-return]
+
+    def run(self, fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
+        """`fn(manager, *args)` on each rank; ManagerFailed when the manager fails there."""
+        try:
+            return shared_pool().run(fn, ranks, self.manager, *args, timeout=TIMEOUT)
+        except RanksFailed as error:
+            ours = error.first.kind == "raised" and not isinstance(error.first.error, ManagerRaised)
+            if ours:
+                raise
+            raise ManagerFailed(error) from error
+
+    def findings(self, fn: Callable[..., list[Finding]], ranks: int, *args: Any) -> list[Finding]:
+        """The findings of all ranks; those that say the same become one."""
+        return merged(finding for found in self.run(fn, ranks, *args) for finding in found)
+
+    def try_loads(self, *tries: Try, known: Sequence[int] = (1, 2)) -> list[Outcome]:
+        """What becomes of one job a try, each after `OWN` steps of its own."""
+        (found,) = self.run(try_loads, 1, tries, OWN, known)
+        return found
+
+    def saved_steps(self) -> str:
+        """An output folder of its own with `step-9` and `step-10`, as the manager saved them."""
+        original = self.once("steps", self._save_steps)
+        folder = self.folder()
+        shutil.copytree(original, folder, dirs_exist_ok=True)
+        return folder
+
+    def _save_steps(self) -> str:
+        folder = self.folder()
+        self.run(_save_steps, 1, folder)
+        return folder
+
+    @functools.cached_property
+    def pairs(self) -> list[tuple[Case, Case]]:
+        """Every split once as a source and once as a target."""
+        return list(zip(self.cases, (*self.cases[1:], self.cases[0]), strict=True))
+
+
+def _save_steps(manager: Any, folder: str) -> None:
+    job = start()
+    with opened(manager, job, folder, interval=1) as found:
+        for name in STEPS:
+            job.train()
+            found.save(int(name.removeprefix("step-")))
+
+
+def cases_of(subject: Subject) -> list[Case]:
+    """The subject's parallel degrees; one alone goes to a single rank and back."""
+    found = [case_of(one) for one in subject.degrees or DEGREES]
+    distinct = list({case.name: case for case in found}.values())
+    if len(distinct) == 1:
+        distinct = [case_of("1"), *(case for case in distinct if case.ranks > 1)]
+    return distinct
+
+
+def case_of(degrees: Any) -> Case:
+    """Degrees as words, as `ParallelDegrees` or as a `Case`; ConfigError if no pool holds them."""
+    if isinstance(degrees, str):
+        degrees = ParallelDegrees.parse(degrees)
+    case = degrees if isinstance(degrees, Case) else Case(degrees.resolve())
+    size = shared_pool().size
+    if case.ranks > size:
+        raise ConfigError(
+            Problem(
+                code="check.too-many-ranks",
+                what=f"{case.name} needs {case.ranks} ranks",
+                expected=f"at most {size} ranks, in processes of this machine",
+                fix="torchtitan-ckpt plan answers for larger jobs",
+            )
+        )
+    return case
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings that say the same of several ranks as one, with the keys of all."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.what, finding.coordinate), []).append(finding)
+    return [
+        replace(group[0], keys=tuple(dict.fromkeys(key for one in group for key in one.keys)))
+        for group in groups.values()
+    ]
+
+
+def states(outcome: Outcome, wanted: Mapping[str, int], **words: str) -> Iterator[Finding]:
+    """A finding if a job was refused, loaded nothing, or has other states than `wanted`."""
+    wrong = [name for name, steps in wanted.items() if outcome.at[name] != steps]
+    if wrong or outcome.words or not outcome.loaded:
+        yield Finding(
+            keys=tuple(wrong),
+            expected="; ".join(f"{name} of {_of(wanted[name])}" for name in wrong) or "a load",
+            actual=str(outcome)
+            if outcome.words or not outcome.loaded
+            else "; ".join(f"{name} of {_of(outcome.at[name])}" for name in wrong),
+            **words,
+        )
+
+
+def _of(steps: int | None) -> str:
+    names = {number: name for name, number in STEPS.items()} | {OWN: "the job's own"}
+    return "no step" if steps is None else names.get(steps, f"{steps} steps")

@@ -1,0 +1,103 @@
+"""Shipped managers: `manager:ours` and `manager:titan`, torchtitan's own, unchanged.
+
+What is expected of torchtitan's manager to fail, and why, is in `TITAN`: each is a finding that
+really happens in version 0.3.0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from conformance.subject import Subject
+from torchtitan_ckpt.errors import NotFoundError, Problem, nearest
+from torchtitan_ckpt.manager import CheckpointManager
+
+NAMES = ("manager:ours", "manager:titan")
+_FRESH = "init_optim_state steps once with zero gradients, to learn what state to expect: "
+TITAN: Mapping[str, str] = {
+    "reshard.replicas": "DCP writes one rank's copy of a plain tensor and compares none",
+    "reshard.hf": "torch's consolidation asks finfo of every dtype: integers end the export",
+    "seed.one-rank": "torchtitan's trainer asserts it, its manager does not",
+    "seed.other-model": "DCP is silent about keys that only the file has, and casts dtypes",
+    "resume.names": "step-(\\d+) is searched anywhere in a folder's name",
+    "resume.half-deleted": "a folder with .metadata in it counts as complete",
+    "resume.model-only": "the newest step of any kind is taken, and its load then fails",
+    "exclude.coupled": "no rule couples the optimizer and its scheduler",
+    "optimizer.none-over-moments": "a pickled None replaces the tensor, as DCP hands it over",
+    "optimizer.gradients": _FRESH + "with gradients set it does not, and nothing is loaded",
+    "optimizer.dtypes": "Optimizer.load_state_dict casts all state but step to the parameter's",
+    "optimizer.no-gradient": _FRESH + "DCP then misses the state that the file never had",
+    "optimizer.frozen": _FRESH + "a frozen parameter gets none, and its moments are dropped",
+    "optimizer.swapped": "placeholders without storage are written, which ends the process",
+    "optimizer.emptied": "placeholders without storage are written, which ends the process",
+}
+
+
+def subject(name: str) -> Subject:
+    """The Subject of a `manager:` name."""
+    if name == "manager:ours":
+        return Subject(name, manager=CheckpointManager)
+    if name == "manager:titan":
+        if importlib.util.find_spec("torchtitan") is None:
+            return Subject(name, notes=("torchtitan is not installed: there is no manager",))
+        return Subject(name, manager=TitanManager, expect=TITAN)
+    near = nearest(name, NAMES)
+    raise NotFoundError(
+        Problem(
+            code="check.no-subject",
+            what=f"no manager is called {name!r}",
+            expected=", ".join(NAMES),
+            cause=f"did you mean {near}?" if near else "",
+        )
+    )
+
+
+class TitanManager:
+    """torchtitan's manager, given its own containers around the optimizers and the schedulers."""
+
+    def __init__(self, config: Any, **job: Any) -> None:
+        from torchtitan.components.checkpoint import CheckpointManager as Theirs
+
+        optimizers = _optimizers(job["optimizers"], job["model_parts"])
+        schedulers = _schedulers(job["lr_schedulers"])
+        self._manager = Theirs(
+            config, **{**job, "optimizers": optimizers, "lr_schedulers": schedulers}
+        )
+
+    @staticmethod
+    def Config(**options: Any) -> Any:
+        from torchtitan.components.checkpoint import CheckpointManager as Theirs
+
+        return Theirs.Config(**options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+def _optimizers(optimizers: Sequence[Optimizer], parts: Sequence[nn.Module]) -> Any:
+    """torchtitan's container around optimizers that exist; it would else build its own."""
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    names = {id(p): name for part in parts for name, p in part.named_parameters()}
+    parameters = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["param_names"] = [names[id(p)] for p in group["params"]]
+            parameters += group["params"]
+    container: Any = OptimizersContainer.__new__(OptimizersContainer)
+    container.optimizers, container.model_parts = list(optimizers), list(parts)
+    container._post_init(parameters)
+    return container
+
+
+def _schedulers(schedulers: Sequence[Any]) -> Any:
+    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+
+    container: Any = LRSchedulersContainer.__new__(LRSchedulersContainer)
+    container.schedulers = list(schedulers)
+    return container
