@@ -133,6 +133,8 @@ def validate(
     states: Sequence[str] = TRAINING_STATES,
     dump_folder: str = "",
     hf_assets_path: str | None = None,
+    ranks: int = 1,
+    adapter: bool = True,
 ) -> None:
     """Raise one ConfigError with everything that is wrong with `config`, or return.
 
@@ -146,6 +148,7 @@ def validate(
         *_exclusions(config, states),
         *_combinations(config),
         *_remote(config, dump_folder, hf_assets_path),
+        *_surroundings(config, ranks, adapter),
     ]
     if problems:
         raise ConfigError(*problems)
@@ -335,4 +338,24 @@ def _remote(
     if config.initial_load_in_hf and source and is_remote(source):
         yield _problem(
             "initial_load_path", source, "a local folder for HF weights", download, code="hf-remote"
+        )
+
+
+def _surroundings(config: CheckpointConfig, ranks: int, adapter: bool) -> Iterator[Problem]:
+    if config.create_seed_checkpoint and ranks > 1:
+        yield Problem(
+            code="config.seed-ranks",
+            what="A seed checkpoint is made by one process.",
+            expected="1 rank, every parallel degree 1",
+            actual=f"{ranks} ranks",
+            fix="NGPU=1, without other parallelism options",
+        )
+    wants = [n for n in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, n)]
+    if wants and not adapter:
+        yield Problem(
+            code="config.no-adapter",
+            what=f"checkpoint.{' and checkpoint.'.join(wants)} need a state-dict adapter.",
+            expected="an adapter that knows the Hugging Face names",
+            actual="the job has none",
+            fix="pass sd_adapter, for example torchtitan_ckpt.adapter.MappingAdapter",
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_ckpt import progress
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
 from torchtitan_ckpt.assets import config_changes, copy_assets
 from torchtitan_ckpt.collective import Ranks
@@ -14,6 +15,7 @@ from torchtitan_ckpt.config import CheckpointConfig
 from torchtitan_ckpt.formats import hf
 from torchtitan_ckpt.job import JobState
 from torchtitan_ckpt.state.model import export_state_dict, pinned_fp32
+from torchtitan_ckpt.state.tensors import local_bytes
 
 
 def native_model(job: JobState, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def save_hf(
     state: dict[str, Any],
     adapter: StateDictAdapter,
     path: str,
+    step: int,
     ranks: Ranks,
     config: CheckpointConfig,
     assets: str | None,
@@ -50,11 +53,15 @@ def save_hf(
     # One map for all ranks: under pipelines each holds other keys.
     own = {k: n for k, n in (adapter.fqn_to_index_mapping or {}).items() if k in state}
     file_map = {k: n for part in ranks.gather(own) for k, n in part.items()}
-    hf.save(
-        state,
-        path,
-        file_map=file_map or None,
-        process_group=ranks.group,
-        ownership=config.hf_ownership,
-        sync_files=config.sync_files,
-    )
+    # Who writes how much is decided inside, so the bar of one among several ranks has no end.
+    total = local_bytes(state) if ranks.size == 1 else None
+    with progress.bar(f"saving step-{step}", total, wanted=ranks.rank == 0) as bar:
+        hf.save(
+            state,
+            path,
+            file_map=file_map or None,
+            process_group=ranks.group,
+            ownership=config.hf_ownership,
+            sync_files=config.sync_files,
+            progress=None if bar is None else bar.advance,
+        )

@@ -116,7 +116,7 @@ def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
                 where=str(path),
                 expected=" or ".join(MARKERS),
                 cause="a writer failed without saying so, or another process removed the file",
-                fix="look at the folder; the steps before it are untouched",
+                fix="look at the folder, and save again",
             )
         )
     if sync:

@@ -7,7 +7,7 @@ How each part is flattened is the affair of `state`; files are that of `formats`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ from torchtitan_ckpt.state import rng
 from torchtitan_ckpt.state.dataloader import (
     dataloader_state_dict,
     dataloader_template,
-    load_dataloader_state,
+    prepare_dataloader_load,
 )
 from torchtitan_ckpt.state.leaves import UNREAD
 from torchtitan_ckpt.state.objects import (
@@ -35,11 +35,12 @@ from torchtitan_ckpt.state.objects import (
     load_object_state,
     object_state_dict,
     object_template,
+    prepare_object_load,
 )
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict, optimizer_template
-from torchtitan_ckpt.state.optimizer_load import load_optimizer_state_dict
+from torchtitan_ckpt.state.optimizer_load import prepare_optimizer_load
 from torchtitan_ckpt.state.scheduler import (
-    load_scheduler_state,
+    prepare_scheduler_load,
     scheduler_state_dict,
     scheduler_template,
 )
@@ -111,32 +112,40 @@ class JobState:
                 flat.update({f"{name}.{key}": value for key, value in wanted.items()})
         return flat
 
-    def restore(
+    def restore(self, names: Sequence[str], flat: Mapping[str, Any]) -> list[str]:
+        """Give the named states their values out of `flat`. Returns notes."""
+        return [note for apply in self.prepare(names, flat) for note in apply()]
+
+    def prepare(
         self, names: Sequence[str], flat: Mapping[str, Any], *, keep: Sequence[str] = ()
-    ) -> list[str]:
-        """Give the named states their values out of `flat`. Returns notes.
+    ) -> list[Callable[[], list[str]]]:
+        """Find everything in `flat` that the named states refuse, and change nothing.
 
-        `keep` names hyperparameters of the optimizer that stay as they are.
-
-        The data loader comes first: it alone can refuse what metadata cannot tell, another
-        data-parallel degree, and nothing else has changed by then.
+        What it returns is to be called in order: each gives one state its values and returns notes.
+        The data loader comes first, for it is other people's code and may still refuse. `keep`
+        names hyperparameters of the optimizer that stay as they are.
         """
-        notes: list[str] = []
-        for name in sorted(names, key=lambda n: n != DATALOADER):
-            if name == MODEL:
-                values = {key: v for key, v in flat.items() if self.state_of(key) == MODEL}
-                models.load_model_state_dict(self.parts, values)
-                continue
-            values = _under(f"{name}.", flat)
-            if name == OPTIMIZER:
-                notes += load_optimizer_state_dict(self.optimizers, self.parts, values, keep=keep)
-            elif name == LR_SCHEDULER:
-                load_scheduler_state(self.lr_schedulers, values)
-            elif name == DATALOADER:
-                notes += load_dataloader_state(self.objects[name], values)
-            else:
-                notes += load_object_state(self.objects[name], values)
-        return notes
+        ordered = sorted(names, key=lambda name: name != DATALOADER)
+        return [self._prepare(name, flat, keep) for name in ordered]
+
+    def _prepare(
+        self, name: str, flat: Mapping[str, Any], keep: Sequence[str]
+    ) -> Callable[[], list[str]]:
+        if name == MODEL:
+            values = {key: v for key, v in flat.items() if self.state_of(key) == MODEL}
+            return lambda: self._give_model(values)
+        values = _under(f"{name}.", flat)
+        if name == OPTIMIZER:
+            return prepare_optimizer_load(self.optimizers, self.parts, values, keep=keep)
+        if name == LR_SCHEDULER:
+            return prepare_scheduler_load(self.lr_schedulers, values)
+        if name == DATALOADER:
+            return prepare_dataloader_load(self.objects[name], values)
+        return prepare_object_load(self.objects[name], values)
+
+    def _give_model(self, values: Mapping[str, Any]) -> list[str]:
+        models.load_model_state_dict(self.parts, values)
+        return []
 
     def generator_targets(self, names: Sequence[str], manifest: Manifest) -> dict[str, Any]:
         """What to read for this rank's random number generators, where the train state is read.

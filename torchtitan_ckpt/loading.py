@@ -5,14 +5,16 @@ Every step is taken by all ranks together. Until the comparison has passed nothi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import posixpath
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import fsspec
 import torch
 import xxhash
 
-from torchtitan_ckpt import experts, strict
+from torchtitan_ckpt import experts, progress, strict
 from torchtitan_ckpt.adapter import MappingAdapter, StateDictAdapter
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import DATALOADER, MODEL, TRAIN_STATE, CheckpointConfig
@@ -27,6 +29,7 @@ from torchtitan_ckpt.manifest import Manifest, TensorEntry
 from torchtitan_ckpt.mapping.rule import HF, HfOnly, Tied
 from torchtitan_ckpt.state import rng
 from torchtitan_ckpt.state.model import load_model_state_dict
+from torchtitan_ckpt.state.tensors import local_bytes
 
 _WINDOW = 64 << 20  # bytes that are compared at a time
 
@@ -38,7 +41,11 @@ def load_dcp(
     config: CheckpointConfig,
     ranks: Ranks,
 ) -> list[str]:
-    """Load the decided states from a DCP checkpoint. Returns notes for the log."""
+    """Load the decided states from a DCP checkpoint. Returns notes for the log.
+
+    What the training state refuses is found before the model is read, for the model's tensors are
+    filled in place; the training state takes its values last, when nothing is left to be read.
+    """
     with ranks.together("reading the metadata"):
         manifest = dcp.read_manifest(decision.path)
     _confirm(f"{decision.path}/.metadata", ranks)
@@ -63,35 +70,44 @@ def load_dcp(
     others = tuple(name for name in decision.states if name != MODEL)
     wanted = {k: v for k, v in targets.items() if k not in fit.excused}
     model = {k: v for k, v in wanted.items() if job.state_of(k) == MODEL}
-    with ranks.together("reading the training state"):
-        rest = {k: v for k, v in wanted.items() if k not in model}
-        rest |= job.generator_targets(others, manifest)
-        states = dcp.load(decision.path, rest, manifest=manifest)
-    drawn = {key: states.pop(key) for key in rest if rng.is_key(key)}
+    rest = {k: v for k, v in wanted.items() if k not in model}
+    rest |= job.generator_targets(others, manifest)
     notes = list(fit.notes)
-    with ranks.together("restoring the training state"):
-        notes += job.restore(others, states, keep=config.keep_hyperparameters)
-    with ranks.together("reading the model"):
-        values = _read_model(decision.path, manifest, model, fit.narrowed)
+    stored = sum(manifest.tensors[key].nbytes for key in wanted if key in manifest.tensors)
+    with _bar(decision, wanted, stored, ranks) as told:
+        with ranks.together("reading the training state"):
+            states = dcp.load(decision.path, rest, manifest=manifest, progress=told)
+        drawn = {key: states.pop(key) for key in rest if rng.is_key(key)}
+        with ranks.together("checking the training state"):
+            prepared = job.prepare(others, states, keep=config.keep_hyperparameters)
+        with ranks.together("reading the model"):
+            values = _read_model(decision.path, manifest, model, fit.narrowed, told)
+    with ranks.together("restoring the model"):
         if other is not None:
             values = other.back(values, like=native)
             notes.append(f"experts are stored as {other.stored} and were converted")
         # A tensor of the model that is excused keeps its own value.
         kept = {k: native[k] for k in fit.excused & native.keys() if job.state_of(k) == MODEL}
         job.restore((MODEL,), {**values, **kept})
+    with ranks.together("restoring the training state"):
+        notes += [note for apply in prepared for note in apply()]
     return notes + (job.restore_generators(drawn, ranks) if TRAIN_STATE in others else [])
 
 
 def _read_model(
-    path: str, manifest: Manifest, targets: Mapping[str, Any], narrowed: Collection[str]
+    path: str,
+    manifest: Manifest,
+    targets: Mapping[str, Any],
+    narrowed: Collection[str],
+    told: Callable[[int], None] | None,
 ) -> dict[str, Any]:
     """Fill the model's tensors; a rounding cast goes through a tensor of the stored dtype."""
     direct = {k: v for k, v in targets.items() if k not in narrowed}
-    values = dcp.load(path, direct, manifest=manifest, widen=True)
+    values = dcp.load(path, direct, manifest=manifest, widen=True, progress=told)
     for key in targets.keys() - direct.keys():
         target = targets[key]
         stored = torch.empty_like(target, dtype=getattr(torch, manifest.tensors[key].dtype))
-        dcp.load(path, {key: stored}, manifest=manifest)
+        dcp.load(path, {key: stored}, manifest=manifest, progress=told)
         values[key] = target.copy_(stored)
     return values
 
@@ -134,11 +150,19 @@ def load_hf(
     with ranks.together("comparing copies"):
         if ranks.rank == 0:
             _check_copies(adapter, decision.path, manifest)
-    with ranks.together("reading the weights"):
+    with (
+        _bar(decision, native, manifest.nbytes, ranks) as told,
+        ranks.together("reading the weights"),
+    ):
         if isinstance(adapter, MappingAdapter):
             wanted = {k: v for k, v in native.items() if isinstance(v, torch.Tensor)}
             load_native(
-                adapter, decision.path, wanted, dequantize=decision.quantized, manifest=manifest
+                adapter,
+                decision.path,
+                wanted,
+                dequantize=decision.quantized,
+                manifest=manifest,
+                progress=told,
             )
             load_model_state_dict(job.parts, native)
         else:
@@ -150,11 +174,24 @@ def load_hf(
                 widen=True,
                 narrow=config.allow_narrowing,
                 excused=("*",),
+                progress=told,
             )
             # An adapter may leave native-only buffers out; they keep their own values.
             load_model_state_dict(job.parts, {**native, **adapter.from_hf(template)})
     quantized = f", {len(found)} of them dequantized" if found else ""
     return [f"{len(logical.tensors)} tensors were read{quantized}", *fit.notes]
+
+
+@contextlib.contextmanager
+def _bar(
+    decision: LoadDecision, wanted: Mapping[str, Any], stored: int, ranks: Ranks
+) -> Iterator[Callable[[int], None] | None]:
+    """A bar for what this rank reads, drawn by the first: its share of the stored bytes."""
+    everything = sum(v.nbytes for v in wanted.values() if isinstance(v, torch.Tensor))
+    total = stored * local_bytes(wanted) // max(1, everything)
+    name = posixpath.basename(decision.path.rstrip("/"))
+    with progress.bar(f"loading {name}", total, wanted=ranks.rank == 0) as bar:
+        yield None if bar is None else bar.advance
 
 
 def _planned(adapter: MappingAdapter, native: Mapping[str, Any]) -> dict[str, strict.Spec]:

@@ -20,15 +20,23 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_ckpt import config as options
-from torchtitan_ckpt import device, experts, export, loading, owner, retention, saving, survey
+from torchtitan_ckpt import (
+    device,
+    experts,
+    export,
+    loading,
+    losses,
+    owner,
+    retention,
+    saving,
+    survey,
+)
 from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt.adapter import StateDictAdapter
-from torchtitan_ckpt.agree import agree
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import CheckpointConfig, is_remote
 from torchtitan_ckpt.decision import LoadDecision, StepKind
-from torchtitan_ckpt.errors import ConfigError, Problem
-from torchtitan_ckpt.formats import dcp
+from torchtitan_ckpt.errors import InputError
 from torchtitan_ckpt.job import JobState
 from torchtitan_ckpt.replicas import Replica, ReplicaStates
 from torchtitan_ckpt.resolve import resolve
@@ -76,14 +84,15 @@ class CheckpointManager:
         self._job = JobState(model_parts, optimizers, lr_schedulers, dataloader, states or {})
         self._adapter = sd_adapter
         self._hf_assets_path = hf_assets_path or getattr(sd_adapter, "hf_assets_path", None)
+        self._ranks = Ranks.current(process_group)
         options.validate(
             config,
             states=self._job.names,
             dump_folder=base_folder,
             hf_assets_path=self._hf_assets_path,
+            ranks=self._ranks.size,
+            adapter=sd_adapter is not None,
         )
-        self._ranks = Ranks.current(process_group)
-        self._check_environment()
         tensor = next(iter(self._job.model_state().values()), None)
         self._device = device.of("cpu" if tensor is None else tensor)
         self.folder = _join(base_folder, config.folder)
@@ -177,8 +186,9 @@ class CheckpointManager:
     def _save_full(self, step: int, *, wait: bool) -> None:
         with self._ranks.together(f"collecting the state of step {step}"):
             flat = self._job.collect()
+        self._log(logging.WARNING, losses.warning(flat, step, self.config.keep_latest_k))
         if self._stager is None:
-            self._finish(step, self._write_dcp(self._ranks, step, flat), full=True)
+            self._finish(step, self._write_dcp(step, flat), full=True)
             return
         assert self._background is not None
         assert self._background_ranks is not None
@@ -188,7 +198,7 @@ class CheckpointManager:
 
         def run() -> str:
             stager.wait()
-            path = self._write_dcp(ranks, step, staged)
+            path = saving.write_dcp(ranks, self.folder, step, staged, self.config, watched=False)
             self._finish(step, path, full=True)
             return path
 
@@ -202,7 +212,7 @@ class CheckpointManager:
             if dtype is not None:
                 form = self.config.save_expert_format
                 flat = experts.in_format(self._adapter, flat, form)
-        self._finish(step, self._write_dcp(self._ranks, step, flat), full=False)
+        self._finish(step, self._write_dcp(step, flat), full=False)
 
     def _save_hf(self, step: int) -> None:
         adapter, config = self._adapter, self.config
@@ -211,26 +221,13 @@ class CheckpointManager:
             state = export.hf_model(self._job, adapter, getattr(torch, config.export_dtype))
 
         def write(path: str) -> None:
-            export.save_hf(state, adapter, path, self._ranks, config, self._hf_assets_path)
+            export.save_hf(state, adapter, path, step, self._ranks, config, self._hf_assets_path)
 
         path = saving.write_step(self._ranks, self.folder, step, write, sync=config.sync_files)
         self._finish(step, path, full=False)
 
-    def _write_dcp(self, ranks: Ranks, step: int, flat: Mapping[str, Any]) -> str:
-        config = self.config
-        agree(flat, ranks)
-
-        def write(path: str) -> None:
-            dcp.save(
-                dict(flat),
-                path,
-                process_group=ranks.group,
-                sync_files=config.sync_files,
-                drop_page_cache=config.drop_page_cache_after_save,
-                checksums=config.checksums,
-            )
-
-        return saving.write_step(ranks, self.folder, step, write, sync=config.sync_files)
+    def _write_dcp(self, step: int, flat: Mapping[str, Any]) -> str:
+        return saving.write_dcp(self._ranks, self.folder, step, flat, self.config, watched=True)
 
     def _finish(self, step: int, path: str, *, full: bool) -> None:
         """What follows a complete save."""
@@ -264,7 +261,8 @@ class CheckpointManager:
         """Load what `resolve` decides; returns whether anything was loaded.
 
         `step` -1 stands for `config.load_step`. Everything is compared before any data is read;
-        a mismatch changes nothing.
+        a mismatch changes nothing. Damage that only reading finds leaves the model's tensors partly
+        written and everything else as it was; the error then names an older step to go on from.
         """
         if not self.enable:
             return False
@@ -290,6 +288,11 @@ class CheckpointManager:
                 notes = loading.load_dcp(
                     decision, self._job, self._adapter, self.config, self._ranks
                 )
+        except InputError as error:
+            if decision.step is None:
+                raise
+            older = survey.older_step(self.folder, decision.step, self._job.names, self._ranks)
+            raise type(error)(*error.problems, older) from error
         finally:
             if decision.step is not None:
                 self._in_use.discard(decision.step)
@@ -312,37 +315,10 @@ class CheckpointManager:
             self._log(logging.WARNING, f"{ignored.option} is ignored: {ignored.why}")
 
     def _log(self, level: int, text: str) -> None:
-        if self._ranks.rank == 0:
+        if text and self._ranks.rank == 0:
             logger.log(level, "%s", text)
 
     # --- the folder
-
-    def _check_environment(self) -> None:
-        problems = []
-        if self.config.create_seed_checkpoint and self._ranks.size > 1:
-            problems.append(
-                Problem(
-                    code="config.seed-ranks",
-                    what="A seed checkpoint is made by one process.",
-                    expected="1 rank, every parallel degree 1",
-                    actual=f"{self._ranks.size} ranks",
-                    fix="NGPU=1, without other parallelism options",
-                )
-            )
-        wants_adapter = [
-            name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(self.config, name)
-        ]
-        if wants_adapter and self._adapter is None:
-            problems.append(
-                Problem(
-                    code="config.no-adapter",
-                    what=f"checkpoint.{' and checkpoint.'.join(wants_adapter)} need a state-dict "
-                    "adapter, and the job has none.",
-                    fix="pass sd_adapter, for example torchtitan_ckpt.adapter.MappingAdapter",
-                )
-            )
-        if problems:
-            raise ConfigError(*problems)
 
     def _claim_folder(self) -> None:
         """Say so when another job saves here; then sign as the owner."""

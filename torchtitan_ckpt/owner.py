@@ -82,6 +82,11 @@ def is_alive(owner: Owner) -> bool:
     return time.time() - owner.heartbeat < FRESH
 
 
+def is_gone(owner: Owner) -> bool:
+    """Whether the owner has certainly ended; of another host nothing is certain."""
+    return owner.host == socket.gethostname() and not process_alive(owner.pid, owner.start)
+
+
 def process_alive(pid: int, start: int) -> bool:
     """Whether the process of this host that began at `start` still runs and is no zombie.
 

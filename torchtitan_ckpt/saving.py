@@ -11,14 +11,18 @@ import errno
 import logging
 import posixpath
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torchtitan_ckpt import folder as folders
-from torchtitan_ckpt import owner
+from torchtitan_ckpt import owner, progress
+from torchtitan_ckpt.agree import agree
 from torchtitan_ckpt.collective import Ranks
-from torchtitan_ckpt.config import is_remote
+from torchtitan_ckpt.config import CheckpointConfig, is_remote
 from torchtitan_ckpt.errors import Problem, RankError, SaveError
+from torchtitan_ckpt.formats import dcp
+from torchtitan_ckpt.state.tensors import local_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,11 @@ _CAUSES = {
 
 
 @contextlib.contextmanager
-def os_errors_as_save_error(where: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a SaveError that names cause and remedy."""
+def os_errors_as_save_error(where: str, folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError inside the block into a SaveError that names cause and remedy.
+
+    `folder` is the output folder, whose steps the message calls untouched where there are any.
+    """
     try:
         yield
     except OSError as error:
@@ -51,17 +58,28 @@ def os_errors_as_save_error(where: str) -> Iterator[None]:
                 code="save.os",
                 what="The checkpoint could not be written.",
                 where=str(error.filename or where),
+                expected="a folder in which this process can create and write files",
                 actual=f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {error.strerror}",
                 cause=cause,
-                fix=f"{fix}; the checkpoints before it are untouched",
+                fix=f"{fix}{_untouched(folder)}",
             )
         ) from error
+
+
+def _untouched(folder: Path | None) -> str:
+    """What to say of the steps that a folder holds already; nothing where it holds none."""
+    try:
+        steps = folders.list_steps(folder) if folder is not None else {}
+        whole = [step for step, path in steps.items() if folders.has_marker(path)]
+    except OSError:
+        return ""
+    return f"; {folders.step_name(max(whole))} is untouched" if whole else ""
 
 
 def claim(folder: Path) -> None:
     """Make the output folder this process's: say so when another job saves there, bring back what
     a dead one was replacing, sign. Raises SaveError where nothing can be written."""
-    with os_errors_as_save_error(str(folder)):
+    with os_errors_as_save_error(str(folder), folder):
         folder.mkdir(parents=True, exist_ok=True)
         _no_files_for_steps(folder)
         other = owner.read(folder)
@@ -98,8 +116,19 @@ def _no_files_for_steps(folder: Path) -> None:
 
 
 def renew(folder: Path) -> None:
-    """Sign again. The record is advice: without it a complete checkpoint is as good."""
+    """Sign again, and say so when another job has signed meanwhile: that job was told when it
+    started, and this one learns it here. The record is advice: without it a complete checkpoint is
+    as good."""
     try:
+        other = owner.read(folder)
+        if other is not None and not owner.is_me(other) and not owner.is_gone(other):
+            logger.warning(
+                "another job (process %d on %s) has begun to save into %s: steps of the two "
+                "replace each other; stop one of them",
+                other.pid,
+                other.host,
+                folder,
+            )
         owner.write(folder)
     except OSError as error:
         logger.warning("could not renew the owner record in %s: %s", folder, error)
@@ -108,6 +137,38 @@ def renew(folder: Path) -> None:
 def _recover(folder: Path) -> None:
     for path in folders.recover(folder):
         logger.warning("%s is back: its replacement had not been finished", path)
+
+
+def write_dcp(
+    ranks: Ranks,
+    folder: str,
+    step: int,
+    flat: Mapping[str, Any],
+    config: CheckpointConfig,
+    *,
+    watched: bool,
+) -> str:
+    """Write `flat` as step N in DCP, after all ranks were found to agree; returns its final path.
+
+    `watched`: somebody waits for it, so a bar may be drawn. A save in the background has none, for
+    the lines of the training would run into it.
+    """
+    agree(flat, ranks)
+
+    def write(path: str) -> None:
+        shown = watched and ranks.rank == 0
+        with progress.bar(f"saving step-{step}", local_bytes(flat), wanted=shown) as bar:
+            dcp.save(
+                dict(flat),
+                path,
+                process_group=ranks.group,
+                sync_files=config.sync_files,
+                drop_page_cache=config.drop_page_cache_after_save,
+                checksums=config.checksums,
+                progress=None if bar is None else bar.advance,
+            )
+
+    return write_step(ranks, folder, step, write, sync=config.sync_files)
 
 
 def write_step(
@@ -123,7 +184,7 @@ def write_step(
     path = ""
     with ranks.together(f"making the folder of step {step}"):
         if ranks.rank == 0:
-            with os_errors_as_save_error(folder):
+            with os_errors_as_save_error(folder, Path(folder)):
                 _recover(Path(folder))
                 path = str(folders.begin(Path(folder), step))
     path = ranks.broadcast(path)
@@ -134,7 +195,7 @@ def write_step(
         final = str(Path(folder) / folders.step_name(step))
         with ranks.together(f"publishing step {step}"):
             if ranks.rank == 0:
-                with os_errors_as_save_error(path):
+                with os_errors_as_save_error(path, Path(folder)):
                     folders.publish(Path(path), Path(folder), step, sync=sync)
     except BaseException:
         if ranks.rank == 0:

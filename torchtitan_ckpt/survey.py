@@ -7,11 +7,13 @@ ends the search, because reading the metadata of every step of a large job takes
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt import formats
+from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import MODEL, TRAINING_STATES, CheckpointConfig, is_remote
 from torchtitan_ckpt.decision import OutputView, SourceView, StepFolder, StepKind
 from torchtitan_ckpt.errors import CheckpointError, InputError, Problem
@@ -67,9 +69,18 @@ def classify(path: str, step: int, names: Iterable[str] = TRAINING_STATES) -> St
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
             raise _unreadable(path, step, first.what) from error
-        return StepFolder(step, path, StepKind.BROKEN, f"{first.what} [{first.code}]")
+        return StepFolder(step, path, StepKind.BROKEN, _in_a_line(first, path))
     why = "; ".join(dict.fromkeys(detection.refused.values())) or "no checkpoint files"
     return StepFolder(step, path, StepKind.BROKEN, why)
+
+
+def _in_a_line(problem: Problem, path: str) -> str:
+    """What is wrong with a step, with the file in it that is at fault."""
+    place = problem.where.removeprefix(path).strip("/") if problem.where.startswith(path) else ""
+    named = re.search(r"\.(distcp|safetensors|metadata)\b", f"{problem.what} {problem.actual}")
+    file = f"{place}: " if place and not named else ""
+    detail = f" ({problem.actual})" if problem.actual else ""
+    return f"{file}{problem.what[:160]}{detail[:160]} [{problem.code}]"
 
 
 def _unreadable(path: str, step: int, why: str) -> InputError:
@@ -82,6 +93,35 @@ def _unreadable(path: str, step: int, why: str) -> InputError:
             cause="permissions, or storage that fails for the moment",
             fix="correct that and start again, or name another step with --checkpoint.load_step",
         )
+    )
+
+
+def older_step(folder: str, step: int, names: Iterable[str], ranks: Ranks) -> Problem:
+    """What to go on from when `step`, which looked whole, could not be read. A collective.
+
+    Only metadata is looked at here too, so the older step is a proposal and never taken by itself.
+    """
+    found: StepFolder | None = None
+    with ranks.together("looking for an older step"):
+        if ranks.rank == 0:
+            paths = (_list(folder) or ({}, []))[0]
+            older = (classify(paths[n], n, names) for n in sorted(paths, reverse=True) if n < step)
+            found = next((s for s in older if s.kind is StepKind.FULL), None)
+    found = ranks.broadcast(found)
+    if found is None:
+        return Problem(
+            code="load.no-older-step",
+            what=f"step-{step} was not loaded, and no older step can be resumed.",
+            where=folder,
+            fix="copy the step again from where it came, or start in a new dump_folder with "
+            "--checkpoint.initial_load_path",
+        )
+    return Problem(
+        code="load.older-step",
+        what=f"step-{step} was not loaded; step-{found.step} is the newest older one that a job "
+        "can resume.",
+        where=found.path,
+        fix=f"--checkpoint.load_step {found.step}",
     )
 
 

@@ -338,12 +338,12 @@ def test_a_failed_background_save_is_raised_at_the_next_call_and_leaves_nothing(
             gate.wait(10)
             raise SaveError(*_problem("no space"))
 
-        monkeypatch.setattr("torchtitan_ckpt.manager.dcp.save", fail)
+        monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", fail)
         job.train(4)
         gate.set()
         with pytest.raises(SaveError, match="no space"):
             job.manager.save(6)
-        monkeypatch.setattr("torchtitan_ckpt.manager.dcp.save", real)
+        monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", real)
         assert steps(tmp_path) == [2]
         assert folder.leftovers(tmp_path / "checkpoint") == ([], [])
         assert job.manager.save(6)
@@ -358,7 +358,7 @@ def _problem(text):
 
 def test_a_failure_in_the_background_is_raised_by_close_and_by_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "torchtitan_ckpt.manager.dcp.save",
+        "torchtitan_ckpt.formats.dcp.save",
         lambda *a, **k: (_ for _ in ()).throw(SaveError(*_problem("no space"))),
     )
     job = Job(tmp_path, async_mode="async")
@@ -379,7 +379,7 @@ def test_a_load_waits_for_the_save_in_flight(tmp_path, monkeypatch):
             gate.wait(10)
             real(*args, **kwargs)
 
-        monkeypatch.setattr("torchtitan_ckpt.manager.dcp.save", slow)
+        monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", slow)
         job.train(2)
         threading.Timer(0.2, gate.set).start()
         assert job.manager.load()
@@ -398,10 +398,10 @@ def test_saving_a_step_again_replaces_it_whole_or_not_at_all(tmp_path, monkeypat
             real(flat, path, **options)
             raise SaveError(*_problem("died late"))
 
-        monkeypatch.setattr("torchtitan_ckpt.manager.dcp.save", half)
+        monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", half)
         with pytest.raises(SaveError, match="died late"):
             job.manager.save(2)
-        monkeypatch.setattr("torchtitan_ckpt.manager.dcp.save", real)
+        monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", real)
         with Job(tmp_path, seed=1) as resumed:
             assert resumed.manager.load()
             assert bits(resumed.model.up.weight) == old

@@ -38,7 +38,7 @@ def test_the_door_is_these_names():
 FLOORS = [
     {"errors"},
     {"manifest", "config", "decision", "device", "device_failures", "state", "folder", "owner"}
-    | {"published", "collective"},
+    | {"published", "collective", "progress", "losses"},
     {"mapping", "formats", "parallel", "agree"},
     {"placement", "families", "hf_storage", "resolve", "strict", "job", "survey", "saving"},
     {"adapter", "retention", "replicas", "assets"},

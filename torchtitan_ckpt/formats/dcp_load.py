@@ -46,13 +46,15 @@ def load(
     trust: bool = False,
     widen: bool = False,
     threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of `state` in place and return its keys with objects read.
 
     `state` is flat: `torch.Tensor` and `DTensor` values (any placement) are filled, every other
     value is replaced by what the checkpoint holds under its key. Shapes and dtypes must be equal;
     `widen=True` lets a 16- or 32-bit float fill a wider one. Keys that the checkpoint has and
-    `state` lacks are left alone. `threads` defaults to the number of CPUs, at most 8.
+    `state` lacks are left alone. `threads` defaults to the number of CPUs, at most 8. `progress`
+    is told the bytes read of tensors, from any thread.
 
     Raises `MismatchError` before anything is read, and `DamagedError` or `RefusedError` while
     reading; after these the targets are partly written.
@@ -61,16 +63,39 @@ def load(
     compare(state, manifest, widen=widen)
     folder = open_folder(path)
     with torch.no_grad(), garbage_collection_paused():
-        _Loader(folder, threads or min(8, os.cpu_count() or 1)).run(plan(state, manifest))
+        loader = _Loader(folder, threads or min(8, os.cpu_count() or 1), progress)
+        loader.run(plan(state, manifest))
     wanted = [manifest.objects[key] for key in state if key in manifest.objects]
     values = read_objects(folder, wanted, trust=trust)
     return {key: values.get(key, value) for key, value in state.items()}
 
 
+class _Told:
+    """A file that tells how many bytes are read of it."""
+
+    def __init__(self, file: File, progress: Callable[[int], None]) -> None:
+        self.size, self._file, self._progress = file.size, file, progress
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._file.read(offset, length)
+        self._progress(len(data))
+        return data
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._file.read_into(offset, target)
+        self._progress(len(target))
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Loader:
-    def __init__(self, folder: Folder, threads: int) -> None:
+    def __init__(
+        self, folder: Folder, threads: int, progress: Callable[[int], None] | None
+    ) -> None:
         self.folder = folder
         self.threads = threads
+        self.progress = progress
         self.layouts = Layouts()
         self.failures: list[CheckpointError] = []
 
@@ -84,6 +109,8 @@ class _Loader:
                 for name, group in files.items():
                     file = self.folder.open(name)
                     opened.append(file)
+                    if self.progress is not None:
+                        file = _Told(file, self.progress)
                     group.sort(key=lambda job: job.shard.byte_offset)
                     for task in self._tasks(file, group):
                         pool.submit(self._guard, task)

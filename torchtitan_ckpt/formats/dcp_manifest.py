@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_ckpt.errors import (
@@ -278,12 +278,14 @@ class _Builder:
             keys = list(dict.fromkeys(key for key, _ in found))
             details = list(dict.fromkeys(detail for _, detail in found))
             more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+            missing = code == "dcp.file-missing"  # one fault of many keys: told by the file
             problems.append(
                 Problem(
                     code=code,
-                    what=f"{what}: {list_keys(keys)}",
+                    what=_missing(details, len(keys)) if missing else f"{what}: {list_keys(keys)}",
                     where=self.where,
-                    actual=details[0] + more,
+                    expected=f"the bytes of {list_keys(keys)}" if missing else "",
+                    actual="" if missing else details[0] + more,
                     cause=cause,
                     fix="copy the checkpoint again, or use another step",
                 )
@@ -315,6 +317,14 @@ _FAULTS = {
     "dcp.bytes-overlap": ("items that share bytes of a file", "overwritten or invented metadata"),
     "dcp.unsafe-name": ("files that are not opened", "links or invented names"),
 }
+
+
+def _missing(files: Sequence[str], keys: int) -> str:
+    count = f"({keys} key{'s' * (keys > 1)})"
+    if len(files) == 1:
+        return f"file {files[0]} is missing {count}"
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return f"files {', '.join(files[:3])}{more} are missing {count}"
 
 
 def _counts(value: Any) -> bool:

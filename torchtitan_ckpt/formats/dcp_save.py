@@ -11,6 +11,7 @@ import errno
 import os
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import IO, Any, cast
 
 import torch
@@ -45,6 +46,7 @@ def save(
     sync_files: bool = True,
     drop_page_cache: bool = False,
     checksums: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write a flat dict of tensors, DTensors and plain objects into the folder `path`.
 
@@ -54,14 +56,16 @@ def save(
     `.metadata` that lies there already is removed first, the new one appears last.
 
     `sync_files` waits until the bytes are on disk; `drop_page_cache` then gives their memory back;
-    `checksums` adds a sidecar (dcp_checksums.py). Raises `SaveError`, on every rank.
+    `checksums` adds a sidecar (dcp_checksums.py); `progress` is told the bytes that this rank has
+    written. Raises `SaveError`, on every rank.
     """
     state = {key: value for key, value in state_dict.items() if value is not None}
-    writer: FileSystemWriter
+    writer: _Writer
     if is_url(path):
         writer = _remote_writer(str(path), checksums)
     else:
         writer = _LocalWriter(path, sync_files, drop_page_cache, checksums)
+    writer.progress = progress
     distributed = dist.is_available() and dist.is_initialized()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
     try:
@@ -87,6 +91,7 @@ class _Writer(FileSystemWriter):
 
     drop_page_cache = False
     checksums = False
+    progress: Callable[[int], None] | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -128,6 +133,8 @@ class _Writer(FileSystemWriter):
                     length = len(data)
                 if hasher is not None:
                     hasher.end_item()
+                if self.progress is not None:
+                    self.progress(length)
                 info = _StorageInfo(name, position, length)
                 results.append(
                     WriteResult(index=item.index, size_in_bytes=length, storage_data=info)
@@ -191,7 +198,7 @@ class _LocalWriter(_Writer):
         self.checksums = checksums
 
 
-def _remote_writer(url: str, checksums: bool) -> FileSystemWriter:
+def _remote_writer(url: str, checksums: bool) -> _Writer:
     """A writer for an fsspec URL; fsspec is imported only when one is given."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 

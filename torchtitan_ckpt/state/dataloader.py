@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError
@@ -86,10 +86,25 @@ def load_dataloader_state(
     Raises `MismatchError` if the degree or the replica is another one, unless the loader is
     `Reshardable`; the loader is then as it was.
     """
+    return prepare_dataloader_load(
+        loader, values, dp_rank=dp_rank, degree=degree, replica_id=replica_id
+    )()
+
+
+def prepare_dataloader_load(
+    loader: Any,
+    values: Mapping[str, Any],
+    *,
+    dp_rank: int = 0,
+    degree: int = 1,
+    replica_id: str | None = None,
+) -> Callable[[], list[str]]:
+    """The refusals of `load_dataloader_state`; what it returns gives the loader its position."""
     if any(isinstance(value, Unread) for value in values.values()):
         raise _mismatch("dataloader.unread", "the data loader's state was planned and never read")
     if not values:
-        return ["the checkpoint has no state of the data loader: data starts from the beginning"]
+        beginning = "the checkpoint has no state of the data loader: data starts from the beginning"
+        return lambda: [beginning]
     now = dict(loader.state_dict())
     named = _is_named(now)
     size = int(now[WORLD_SIZE]) if named and WORLD_SIZE in now else degree
@@ -114,17 +129,27 @@ def load_dataloader_state(
                     "(exclude_from_loading) and accept that data starts from the beginning",
                 )
             )
-        loader.load_resharded_state(copy.deepcopy(states), rank, size)
-        return [f"the data loader was resharded from {saved} to {size} ranks"]
+        return lambda: _reshard(loader, states, rank, saved, size)
     if rank not in states:
         raise _mismatch("dataloader.missing", f"the checkpoint has no dp_rank_{rank}")
     state = copy.deepcopy(states[rank])
     entry = {f"dp_rank_{rank}": state, WORLD_SIZE: saved} if named else state
+    return lambda: _give(loader, entry)
+
+
+def _give(loader: Any, entry: Any) -> list[str]:
     try:
         loader.load_state_dict(entry)
     except Exception as error:
         raise _mismatch("dataloader.refused", f"{type(error).__name__}: {error}") from error
     return []
+
+
+def _reshard(
+    loader: Reshardable, states: Mapping[int, Any], rank: int, saved: int, size: int
+) -> list[str]:
+    loader.load_resharded_state(copy.deepcopy(states), rank, size)
+    return [f"the data loader was resharded from {saved} to {size} ranks"]
 
 
 def _own_rank(loader: Any, dp_rank: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -109,6 +109,17 @@ def load_object_state(
     A number that the file holds as a 0-d tensor, or a list that it holds key by key (torchtitan
     writes both), comes back as the number or list that `obj` has now.
     """
+    return prepare_object_load(obj, values, rank=rank, world_size=world_size)()
+
+
+def prepare_object_load(
+    obj: Any,
+    values: Mapping[str, Any],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Callable[[], list[str]]:
+    """The refusals of `load_object_state`; what it returns hands the values over."""
     if _is_rank_local(obj):
         values = _own_part(obj, values, *_place(rank, world_size))
     unread = [key for key, value in values.items() if isinstance(value, Unread)]
@@ -136,15 +147,14 @@ def load_object_state(
     for key in state.keys() & live.keys():
         state[key] = _as_live(live[key], state[key])
     state.update(dict.fromkeys(nulls - state.keys()))
-    _give(obj, state)
-    return notes
+    return lambda: _give(obj, state, notes)
 
 
-def _give(obj: Any, state: dict[Any, Any]) -> None:
+def _give(obj: Any, state: dict[Any, Any], notes: list[str]) -> list[str]:
     if isinstance(obj, MutableMapping) and not hasattr(obj, "load_state_dict"):
         obj.clear()
         obj.update(state)
-        return
+        return notes
     try:
         obj.load_state_dict(state)
     except Exception as error:
@@ -156,6 +166,7 @@ def _give(obj: Any, state: dict[Any, Any]) -> None:
                 cause="its load_state_dict raised",
             )
         ) from error
+    return notes
 
 
 def _own_part(obj: Any, values: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ there is no `state_dict` of torch's shape to hand them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,20 @@ def load_optimizer_state_dict(
     hyperparameters whose running values stay. Raises `MismatchError` with everything that does not
     fit; whatever fails, all optimizers are as they were before.
     """
+    return prepare_optimizer_load(optimizers, model_parts, state, keep=keep)()
+
+
+def prepare_optimizer_load(
+    optimizers: Optimizers,
+    model_parts: nn.Module | Iterable[nn.Module],
+    state: Mapping[str, Any],
+    *,
+    keep: Sequence[str] = (),
+) -> Callable[[], list[str]]:
+    """Everything of `load_optimizer_state_dict` that can fail on what was read; changes nothing.
+
+    What it returns does the rest.
+    """
     fleet = fleet_of(optimizers, model_parts)
     for speaker in fleet.speakers:
         speaker.checkpoint_wait()
@@ -99,8 +113,12 @@ def load_optimizer_state_dict(
     _plan_labels(fleet, owned, state, keep, plan)
     if plan.problems:
         raise MismatchError(*plan.problems)
-    take_over(fleet, plan.taken)
-    return _said(plan)
+
+    def apply() -> list[str]:
+        take_over(fleet, plan.taken)
+        return _said(plan)
+
+    return apply
 
 
 def _said(plan: _Plan) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -65,17 +65,29 @@ def load_scheduler_state(schedulers: Schedulers, values: Mapping[str, Any]) -> N
 
     Group values such as `lr` are the optimizers' and come back with their state.
     """
+    prepare_scheduler_load(schedulers, values)()
+
+
+def prepare_scheduler_load(
+    schedulers: Schedulers, values: Mapping[str, Any]
+) -> Callable[[], list[str]]:
+    """The refusals of `load_scheduler_state`; what it returns restores the schedulers."""
     found = _all(schedulers)
     full = {key: value for key, value in values.items() if key.startswith(_FULL)}
     if any(isinstance(value, Unread) for value in values.values()):
         raise _mismatch("scheduler.unread", "its values were planned and never read")
+    if full and not _is_whole_truth(found):
+        states = _full_states(found, full)
+        return lambda: _all_or_none(found, lambda: _load_full(found, states))
+    epoch = _epoch(found, values)
+    return lambda: _all_or_none(found, lambda: _load_epoch(found, epoch))
+
+
+def _all_or_none(found: Sequence[LRScheduler], load: Callable[[], None]) -> list[str]:
     before = [dict(scheduler.__dict__) for scheduler in found]
     copies = [copy.deepcopy(scheduler.state_dict()) for scheduler in found]
     try:
-        if full and not _is_whole_truth(found):
-            _load_full(found, full)
-        else:
-            _load_epoch(found, values)
+        load()
     except BaseException as error:
         for scheduler, was, state in zip(found, before, copies, strict=True):
             scheduler.load_state_dict(state)
@@ -83,9 +95,10 @@ def load_scheduler_state(schedulers: Schedulers, values: Mapping[str, Any]) -> N
         if isinstance(error, MismatchError) or not isinstance(error, Exception):
             raise
         raise _mismatch("scheduler.refused", f"{type(error).__name__}: {error}") from error
+    return []
 
 
-def _load_full(found: Sequence[LRScheduler], full: Mapping[str, Any]) -> None:
+def _full_states(found: Sequence[LRScheduler], full: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = [f"{_FULL}{index}" for index in range(len(found))]
     if set(names) != set(full):
         raise MismatchError(
@@ -99,6 +112,7 @@ def _load_full(found: Sequence[LRScheduler], full: Mapping[str, Any]) -> None:
                 fix="build as many as in the saving run, or leave lr_scheduler out of the load",
             )
         )
+    states = []
     for name, scheduler in zip(names, found, strict=True):
         state = _unplain(full[name])
         live = scheduler.state_dict()
@@ -109,10 +123,16 @@ def _load_full(found: Sequence[LRScheduler], full: Mapping[str, Any]) -> None:
                 f"{name} was saved by another kind of scheduler than {type(scheduler).__name__}"
                 + (f": it lacks {lacks}" if lacks else ""),
             )
+        states.append(state)
+    return states
+
+
+def _load_full(found: Sequence[LRScheduler], states: Sequence[dict[str, Any]]) -> None:
+    for scheduler, state in zip(found, states, strict=True):
         scheduler.load_state_dict(state)
 
 
-def _load_epoch(found: Sequence[LRScheduler], values: Mapping[str, Any]) -> None:
+def _epoch(found: Sequence[LRScheduler], values: Mapping[str, Any]) -> int:
     epoch = values.get(LAST_EPOCH)
     if epoch is None:
         raise _mismatch("scheduler.missing", f"the checkpoint has no {LAST_EPOCH}")
@@ -122,12 +142,16 @@ def _load_epoch(found: Sequence[LRScheduler], values: Mapping[str, Any]) -> None
             "scheduler.kind",
             f"the checkpoint has {LAST_EPOCH} only, which is not all that {kinds} needs",
         )
+    return int(epoch)
+
+
+def _load_epoch(found: Sequence[LRScheduler], epoch: int) -> None:
     for scheduler in found:
-        scheduler.last_epoch = int(epoch)
-        scheduler._step_count = int(epoch) + 1
+        scheduler.last_epoch = epoch
+        scheduler._step_count = epoch + 1
         assert isinstance(scheduler, LambdaLR)
         pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        scheduler._last_lr = [base * function(int(epoch)) for base, function in pairs]
+        scheduler._last_lr = [base * function(epoch) for base, function in pairs]
 
 
 def _is_whole_truth(found: Sequence[LRScheduler]) -> bool:

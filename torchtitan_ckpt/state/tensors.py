@@ -7,7 +7,7 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ def local_of(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def local_bytes(values: Mapping[str, Any]) -> int:
+    """Bytes that this rank holds of the tensors among `values`."""
+    return sum(local_of(value).nbytes for value in values.values() if isinstance(value, Tensor))
 
 
 def wrap_local(

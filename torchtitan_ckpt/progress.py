@@ -1,0 +1,90 @@
+"""Bars for work that lasts, on stderr where that is a terminal; elsewhere nothing is drawn.
+
+A bar shows itself only when the work has lasted a while, so that short work leaves no trace, and it
+shows itself even if no byte has moved by then: storage that hangs is when one wants to know.
+Imports rich when a bar is drawn, and never torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Seconds after which a bar appears: what may take over two of them is still under way by then.
+AFTER = 1.0
+
+
+class Bar:
+    """Rows of work, each with bytes done, rate and remaining time. Any thread may tell it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._drawn = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,  # a job's own lines are none of a bar's business
+            redirect_stderr=False,
+        )
+        self._rows: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._last = ""
+        self._timer = threading.Timer(AFTER, self._drawn.start)
+        self._timer.daemon = True
+
+    def start(self) -> None:
+        """Count the seconds until the bar appears from now."""
+        self._timer.start()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._timer.cancel()
+        self._timer.join()
+        self._drawn.stop()
+
+    def told(self, what: str, done: int, total: int | None) -> None:
+        """`done` of `total` bytes of some work."""
+        self._drawn.update(self._row(what, total), completed=done, total=total)
+
+    def advance(self, count: int) -> None:
+        """So many bytes more of the work that was named last."""
+        self._drawn.advance(self._row(self._last, None), count)
+
+    def _row(self, what: str, total: int | None) -> Any:
+        with self._lock:
+            if what not in self._rows:
+                self._rows[what] = self._drawn.add_task(what, total=total)
+            self._last = what
+            return self._rows[what]
+
+
+@contextmanager
+def bar(what: str = "", total: int | None = None, *, wanted: bool = True) -> Iterator[Bar | None]:
+    """A bar while the block runs; None where stderr is no terminal, or it is not `wanted`."""
+    if not wanted or not sys.stderr.isatty():
+        yield None
+        return
+    drawn = Bar()
+    if what:
+        drawn.told(what, 0, total)
+    drawn.start()
+    try:
+        yield drawn
+    finally:
+        drawn.stop()
