@@ -91,7 +91,7 @@ class _Told:
 
 class _Loader:
     def __init__(
-        self, folder: Folder, threads: int, progress: Callable[[int], None] | None
+        self, folder: Folder, threads: int, progress: Callable[[int], None] | None = None
     ) -> None:
         self.folder = folder
         self.threads = threads
