@@ -20,15 +20,22 @@ from torchtitan_ckpt.plan.state import ADAMW_GROUP, full_entries
 
 
 def save_and_list(case: Case, folder: str) -> list[tuple[str, Any]]:
-    """Save for real; the rank's keys in order, objects with their stored size."""
+    """Save with the manager; the rank's keys in order, objects with their stored size."""
     job = Job.start(small_table(), case.degrees, chunks=case.chunks)
     job.train(1)
-    flat = job.state()
-    dcp.save(flat, folder, sync_files=False)
+    manager = job.manager(folder, interval=1)
+    flat = manager._job.collect()
+    manager.save(1)
+    manager.close()
     return [
         (key, 0 if isinstance(value, torch.Tensor) else object_item_bytes(value))
         for key, value in flat.items()
     ]
+
+
+def names_in_metadata(path: Path) -> int:
+    """What the folder's own name takes in `.metadata`: each part is a text of its own."""
+    return sum(len(part) + 3 for part in path.parts[1:])
 
 
 BY_DCP = ("fsdp8", "fsdp8 x ep2", "fsdp2 x tp2 x pp2")
@@ -60,9 +67,12 @@ def test_planned_files_are_the_real_ones(
     entries.sort(key=lambda entry: order[entry.key])
     plan = plan_save(entries, case.degrees, method=method)
     assert not plan.problems
-    real = {path.name: path.stat().st_size for path in tmp_path.glob("*.distcp")}
+    folder = tmp_path / "checkpoint" / "step-1"
+    real = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
     assert {f"__{w.rank}_0.distcp": w.stored for w in plan.writers if w.items} == real
-    manifest = dcp.read_manifest(tmp_path)
+    described = (folder / ".metadata").stat().st_size - names_in_metadata(folder)
+    assert abs(plan.metadata - described) < 100 + described / 2000
+    manifest = dcp.read_manifest(folder)
     assert plan.nbytes == manifest.nbytes
     shards = [shard for tensor in manifest.tensors.values() for shard in tensor.shards]
     # The manifest leaves out the empty items of ranks with nothing.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import resource
-import time
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,7 @@ def test_the_words(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert lines[0] == "save under fsdp4 x ep2: 4 ranks"
+    assert "and .metadata of " in text
     tensors = 42 + 39 * 3 + 1  # 42 native, 39 of them parameters with a step and two moments
     assert f"  coverage  every element of {tensors} tensors is written exactly once" in lines
     assert "load under tp2: 2 ranks" in lines
@@ -56,6 +58,7 @@ def test_json_has_one_entry_a_rank(config: str, capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     save, load = found["save"], found["load"]
     assert save["covered"] is True
+    assert 100 * save["items"] < save["metadata_bytes"] < 1000 * save["items"]
     assert save["degrees"]["data_parallel_shard_degree"] == 6
     assert [w["rank"] for w in save["per_rank"]] == list(range(6))
     assert sum(w["payload"] for w in save["per_rank"]) == save["bytes"]
@@ -118,26 +121,43 @@ GUIDE = [
     "--expert_parallel_degree", "64",
 ]  # fmt: skip
 
+# In a process of its own, whose peak is not that of the tests before it; seconds are the CPU's,
+# which other programs do not lengthen.
+CHILD = """
+import sys, time
+from pathlib import Path
+from torchtitan_ckpt.cli import main
 
-def test_the_guides_largest_model_on_128_dies(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
-    assert main([*GUIDE, "--to", "fsdp16 x tp4 x ep64"]) == 0
-    seconds = time.monotonic() - start
-    found = json.loads(capsys.readouterr().out)
+code = main(sys.argv[1:])
+peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+print(time.process_time(), peak, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def measured(argv: list[str]) -> tuple[dict[str, Any], float, int]:
+    """What a plan says, the seconds that it computed, and its peak memory in bytes."""
+    done = subprocess.run([sys.executable, "-c", CHILD, *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seconds, peak = done.stderr.split()[-2:]
+    return json.loads(done.stdout), float(seconds), int(peak)
+
+
+def test_the_guides_largest_model_on_128_dies() -> None:
+    found, seconds, peak = measured([*GUIDE, "--to", "fsdp16 x tp4 x ep64"])
     save = found["save"]
     assert (save["ranks"], save["covered"], save["method"]) == (128, True, "repeat")
     # Weights and two moments of fp32, a step a parameter, and what is pinned or an integer.
     assert 8.19e12 < save["bytes"] < 8.21e12
     assert len(found["load"]["per_rank"]) == 64
-    assert seconds < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4e9
+    assert seconds < 10
+    assert peak < 4e9
 
 
 @pytest.mark.slow
-def test_1024_ranks_within_two_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
+def test_1024_ranks_within_two_minutes() -> None:
     argv = [word if word != "32" else "256" for word in GUIDE]
-    assert main([*argv, "--to", "fsdp32 x tp4 x ep64"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found, seconds, peak = measured([*argv, "--to", "fsdp32 x tp4 x ep64"])
     assert found["save"]["ranks"] == 1024
-    assert time.monotonic() - start < 120
+    assert seconds < 120
+    assert peak < 4e9

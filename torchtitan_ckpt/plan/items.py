@@ -72,10 +72,11 @@ def _digits(shape: tuple[int, ...]) -> int:
     for n in reversed(shape):
         numbers.append(stride)
         stride *= max(n, 1)
-    return sum(_integer(n) for n in numbers)
+    return sum(integer_bytes(n) for n in numbers)
 
 
-def _integer(n: int) -> int:
+def integer_bytes(n: int) -> int:
+    """What a pickle spends on a number."""
     if n < 2**31:
         return 2 if n < 2**8 else 3 if n < 2**16 else 5
     return 2 + n.bit_length() // 8 + 1

@@ -17,6 +17,7 @@ from typing import Literal
 from torchtitan_ckpt.errors import Problem
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.parallel import ParallelDegrees
+from torchtitan_ckpt.plan.metadata import metadata_bytes
 from torchtitan_ckpt.plan.read import Reader, ReadPlan, plan_reads
 from torchtitan_ckpt.plan.state import Entry, full_entries, layout_faults
 from torchtitan_ckpt.plan.write import Writer, Written, coverage_problems, plan_writes
@@ -28,7 +29,8 @@ _DCP_ITEMS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """A planned save. `nbytes` is the state's size, every element once."""
+    """A planned save. `nbytes` is the state's size, every element once; `metadata` is that of
+    `.metadata`, but for a few bytes in ten thousand and the names of its folder."""
 
     degrees: ParallelDegrees
     writers: tuple[Writer, ...]
@@ -36,6 +38,7 @@ class SavePlan:
     objects: int
     chunks: int
     nbytes: int
+    metadata: int
     method: str
     seconds: float
     problems: tuple[Problem, ...]
@@ -118,6 +121,7 @@ def plan_save(
         objects=sum(not entry.is_tensor for entry in entries),
         chunks=sum(len(kind.boxes) for kind in written.kinds),
         nbytes=sum(_nbytes(entry) for entry in entries),
+        metadata=metadata_bytes(written),
         method=used,
         seconds=time.monotonic() - start,
         problems=tuple(problems),

@@ -21,6 +21,7 @@ from torchtitan_ckpt.manifest import ITEM_SIZE
 from torchtitan_ckpt.parallel import ParallelDegrees
 from torchtitan_ckpt.plan.state import Entry
 from torchtitan_ckpt.plan.write import Box, Kind, Written, kinds_of
+from torchtitan_ckpt.state import rng
 
 # As `formats/dcp_load.py` has them: items read whole, and what is read to find a payload.
 _SMALL = 2**20
@@ -70,8 +71,8 @@ def plan_reads(written: Written, entries: Sequence[Entry], degrees: ParallelDegr
     for entry, kind in zip(entries, targets, strict=True):
         number = source.get(entry.key)
         if number is None:
-            # Each data-parallel rank keeps its own loader's state; another job has other ranks.
-            if not entry.key.startswith("dataloader.dp_rank_"):
+            # Loaders and generators are kept by rank, and another job has other ranks.
+            if not entry.key.startswith(("dataloader.dp_rank_", rng.PREFIX)):
                 missing.append(entry.key)
             continue
         stored = written.entries[number]

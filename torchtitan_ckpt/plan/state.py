@@ -22,6 +22,7 @@ from torchtitan_ckpt.placement import (
     stage_of_keys,
 )
 from torchtitan_ckpt.plan.items import object_item_bytes
+from torchtitan_ckpt.state import rng
 
 PLAIN = Layout(False, (), (), ())
 # What torch.optim.AdamW keeps of each group beside the learning rate; the values only need the
@@ -109,7 +110,7 @@ def adamw_entries(
 
 
 def trainer_entries(degrees: ParallelDegrees) -> Iterator[Entry]:
-    """Scheduler, data loaders (one a data-parallel rank) and the trainer's counters."""
+    """Scheduler, data loaders (one a data-parallel rank), the trainer's counters, generators."""
     yield Entry("lr_scheduler.last_epoch", (), "", PLAIN, nbytes=object_item_bytes(1))
     loaders: dict[int, list[int]] = {}
     for rank in range(degrees.world_size):
@@ -122,6 +123,12 @@ def trainer_entries(degrees: ParallelDegrees) -> Iterator[Entry]:
         yield Entry(key, (), "", PLAIN, ranks=tuple(ranks), nbytes=size)
     yield Entry("dataloader.world_size", (), "", PLAIN, nbytes=object_item_bytes(len(loaders)))
     yield Entry("train_state.step", (), "int64", PLAIN)
+    size = object_item_bytes(rng.RngState().state_dict()["state"])
+    for rank in range(degrees.world_size):
+        key = f"{rng.PREFIX}rank_{rank}.state"
+        yield Entry(key, (), "", PLAIN, ranks=(rank,), nbytes=size)
+    key = f"{rng.PREFIX}world_size"
+    yield Entry(key, (), "", PLAIN, nbytes=object_item_bytes(degrees.world_size))
 
 
 def full_entries(

@@ -31,7 +31,7 @@ def save_text(plan: SavePlan, *, every_rank: bool = False) -> str:
         f"  held      {size(plan.held)} by all ranks together; {size(plan.duplicated)} of it are "
         "replicas that another rank writes",
         f"  files     {files} of {size(least)} to {size(most)}, imbalance {plan.imbalance:.3f}, "
-        "and .metadata",
+        f"and .metadata of {size(plan.metadata)}",
         f"  items     {few:,} to {many:,} a rank; largest {size(largest.largest)} "
         f"({largest.largest_key})",
         _coverage(plan),
@@ -89,6 +89,7 @@ def as_json(save: SavePlan, load: LoadPlan | None = None) -> dict[str, Any]:
             "held_bytes": save.held,
             "duplicated_bytes": save.duplicated,
             "stored_bytes": save.stored,
+            "metadata_bytes": save.metadata,
             "imbalance": save.imbalance,
             "covered": not any(p.code == "plan.coverage" for p in save.problems),
             "method": save.method,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -40,11 +41,12 @@ class RngState:
         self.split = split
 
     def state_dict(self) -> dict[str, Any]:
+        version, numbers, next_gauss = random.getstate()
         name, words, position, has_gauss, gauss = np.random.get_state(legacy=True)
         held: dict[str, Any] = {
             "split": self.split,
-            "python": random.getstate(),
-            "numpy": (name, np.asarray(words, "<u4").tobytes(), int(position), has_gauss, gauss),
+            "python": (version, _packed(numbers), next_gauss),
+            "numpy": (name, _packed(words), int(position), has_gauss, gauss),
             "torch": _bytes(torch.get_rng_state()),
         }
         accelerator = torch.accelerator.current_accelerator()
@@ -57,9 +59,10 @@ class RngState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         held = state["state"]
+        version, numbers, next_gauss = held["python"]
         name, words, *rest = held["numpy"]
-        random.setstate(held["python"])
-        np.random.set_state((name, np.frombuffer(words, "<u4"), *rest))
+        random.setstate((version, tuple(_unpacked(numbers).tolist()), next_gauss))
+        np.random.set_state((name, _unpacked(words), *rest))
         torch.set_rng_state(_tensor(held["torch"]))
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and f"device_{accelerator.type}" in held:
@@ -91,6 +94,14 @@ def split_in_words(tensors: Iterable[Any]) -> str:
             names = mesh.mesh_dim_names or range(mesh.ndim)
             meshes.add(" x ".join(f"{n} {s}" for n, s in zip(names, mesh.shape, strict=True)))
     return f"{count} tensors on {', '.join(sorted(meshes)) or 'no mesh'}"
+
+
+def _packed(numbers: Any) -> bytes:
+    return np.asarray(numbers, "<u4").tobytes()
+
+
+def _unpacked(data: bytes) -> NDArray[np.uint32]:
+    return np.frombuffer(data, "<u4")
 
 
 def _bytes(state: Tensor) -> bytes:
