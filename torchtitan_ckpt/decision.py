@@ -58,7 +58,9 @@ class SourceView:
 
     `format` is `dcp`, `hf`, another format's name, or None; `states` are the top-level states of a
     DCP checkpoint; `refused` says for each format why the folder is not of it; `steps` are step
-    folders found inside, when the path names a folder of checkpoints by mistake.
+    folders found inside, when the path names a folder of checkpoints by mistake. Where the path
+    does not exist, `parent` is the deepest folder above it that does and `near` what lies in it
+    under names like the missing one, the likeliest first.
     """
 
     path: str
@@ -69,6 +71,8 @@ class SourceView:
     quantized: bool = False
     refused: tuple[tuple[str, str], ...] = ()
     steps: tuple[str, ...] = ()
+    parent: str = ""
+    near: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Problem:
         for label in ("where", "expected", "actual", "cause", "fix"):
             text = getattr(self, label)
             if text:
-                lines.append(f"  {label:<9}{text}")
+                lines.append(f"  {label:<9}{text}".replace("\n", f"\n{'':<11}"))
         return "\n".join(lines)
 
 

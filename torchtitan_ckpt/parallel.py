@@ -156,22 +156,34 @@ class ParallelDegrees:
         if self.dp_shard == -1:
             rest = -self.world_size
             if world_size is None or world_size % rest:
-                raise ConfigError(
-                    Problem(
-                        code="parallel.rest",
-                        what="data_parallel_shard_degree -1 has no whole number of ranks to take",
-                        expected=f"a number of ranks that {rest} divides",
-                        actual="no number of ranks was given"
-                        if world_size is None
-                        else f"{world_size} ranks",
-                        fix="give data_parallel_shard_degree as a number",
-                    )
-                )
+                raise ConfigError(self._rest_problem(rest, world_size))
             degrees = replace(self, dp_shard=world_size // rest)
         problems = list(degrees._product_problems(world_size))
         if problems:
             raise ConfigError(*problems)
         return degrees
+
+    def _rest_problem(self, rest: int, world_size: int | None) -> Problem:
+        """`data_parallel_shard_degree -1` cannot be filled in beside degrees of `rest` ranks."""
+        options = {short: option for option, short in OPTIONS.items()}
+        others = {n: getattr(self, n) for n in ("dp_replicate", "cp", "tp", "pp")}
+        others = {n: degree for n, degree in others.items() if degree > 1}
+        shown = " x ".join(f"{options[n]} {degree}" for n, degree in others.items())
+        if world_size is None:
+            fix = "give data_parallel_shard_degree as a number"
+        else:
+            start = f"start {rest} ranks or a multiple of {rest}"
+            fix = f"{start}, or change {' or '.join(options[n] for n in others)}"
+        return Problem(
+            code="parallel.rest",
+            what="data_parallel_shard_degree -1 has no whole number of ranks to take"
+            + (f" beside {shown}" if shown else ""),
+            expected=f"a number of ranks that {rest} divides",
+            actual="no number of ranks was given"
+            if world_size is None
+            else f"{world_size} rank{'s' * (world_size > 1)}",
+            fix=fix,
+        )
 
     def _range_problems(self) -> Iterator[Problem]:
         for item in fields(self):

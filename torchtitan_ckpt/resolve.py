@@ -89,12 +89,21 @@ def _newest(
                 where=output.path,
                 expected="a full step (DCP with optimizer, scheduler, dataloader and train_state)",
                 actual=held,
-                cause="last_save_model_only (on by default) makes the last step model only, and "
-                "interval saved no full step before it",
+                cause=f"{_why_unusable(newest.kind)}; interval saved no full step before it",
                 fix=_remedies(newest),
             )
         )
     return seed, passed
+
+
+def _why_unusable(kind: StepKind) -> str:
+    """How a step that cannot be resumed came into the output folder."""
+    if kind is StepKind.HF:
+        return (
+            "last_save_in_hf wrote it as a last step, or Hugging Face weights were put into the "
+            "output folder"
+        )
+    return "a last save is model only unless --checkpoint.no-last_save_model_only is given"
 
 
 def _remedies(folder: StepFolder) -> str:
@@ -160,7 +169,7 @@ def _named_step(
                 where=folder.path,
                 expected="a full step, since these states are wanted: " + ", ".join(wanted),
                 actual=KIND_WORDS[folder.kind],
-                cause="it was a last save (last_save_model_only is on by default)",
+                cause=_why_unusable(folder.kind),
                 fix=_remedies(folder),
             )
         )
@@ -265,6 +274,14 @@ def _initial(
     )
 
 
+def _what_is_there(source: SourceView) -> str:
+    """What the nearest folder that does exist holds, of names that may have been meant."""
+    if not source.parent:
+        return "nothing of that name"
+    held = ", ".join(source.near) if source.near else "nothing of a similar name"
+    return f"{source.parent} is there, with {held}"
+
+
 def _source_problem(
     config: CheckpointConfig, source: SourceView, wanted: Sequence[str]
 ) -> CheckpointError | None:
@@ -277,8 +294,12 @@ def _source_problem(
                 code="resolve.path-missing",
                 what=f"{source.option} names a folder that does not exist.",
                 where=where,
+                expected="a folder",
+                actual=_what_is_there(source),
                 cause="relative paths are resolved against the working directory",
-                fix="correct the path",
+                fix=f"--{source.option} {source.parent}/{source.near[0]}"
+                if source.near
+                else "correct the path",
             )
         )
     if source.format not in ("dcp", "hf"):

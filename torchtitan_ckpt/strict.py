@@ -24,6 +24,8 @@ DERIVED = ("freqs_cis", "*.freqs_cis", "rope.cache", "*.rope.cache", "*.rotary_e
 # Digits of the significand and bits of the exponent; a float fits where both are no fewer.
 _FLOATS = {"float16": (11, 5), "bfloat16": (8, 8), "float32": (24, 8), "float64": (53, 11)}
 
+_ROWS = 8  # pairs of shapes that a message lists
+
 # Shape and dtype; None for what is no tensor.
 Spec = tuple[tuple[int, ...], str] | None
 
@@ -83,7 +85,10 @@ def compare(
             if want[1] != entry.dtype and key not in any_dtype:
                 dtypes.setdefault((want[1], entry.dtype), []).append(key)
     problems += _differences(manifest, "kind", "are of another kind", kinds)
-    problems += _differences(manifest, "shape", "have another shape", shapes)
+    problems += _shape_problems(manifest, shapes)
+    reshaped = sum(map(len, shapes.values()))
+    if 2 * (len(missing) + reshaped) > len(wanted):
+        problems.insert(0, _another_model(manifest, wanted, missing, unexpected, reshaped))
     notes = [f"left out, as excused: {list_keys(sorted(excused))}"] if excused else []
     narrowed: set[str] = set()
     for (want_dtype, held_dtype), keys in dtypes.items():
@@ -155,20 +160,64 @@ def _key_problems(
     return problems
 
 
+def _another_model(
+    manifest: Manifest,
+    wanted: Collection[str],
+    missing: Collection[str],
+    unexpected: Collection[str],
+    reshaped: int,
+) -> Problem:
+    """The one line that says what all the others come from."""
+    return Problem(
+        code="load.another-model",
+        what=f"another model: of the {len(wanted)} keys that the job wants, {len(missing)} are not "
+        f"in the checkpoint and {reshaped} have another shape; {len(unexpected)} of its keys have "
+        "no place in the job.",
+        where=manifest.path,
+        fix="use the configuration that saved it, or name another checkpoint; torchtitan-ckpt "
+        "inspect shows what this one holds",
+    )
+
+
 def _differences(
     manifest: Manifest, kind: str, words: str, groups: Mapping[tuple[str, str], list[str]]
 ) -> list[Problem]:
     return [
         Problem(
             code=f"load.{kind}",
-            what=f"{len(keys)} tensors {words} in the checkpoint: {list_keys(keys)}",
+            what=f"{len(keys)} keys {words} in the checkpoint: {list_keys(keys)}",
             where=manifest.path,
             expected=f"{want} (job)",
             actual=f"{held} (checkpoint)",
-            cause="a model of other sizes" if kind == "shape" else "another version saved it",
+            cause="another version saved it",
             fix="use the configuration that saved it",
         )
         for (want, held), keys in groups.items()
+    ]
+
+
+def _shape_problems(
+    manifest: Manifest, groups: Mapping[tuple[str, str], list[str]]
+) -> list[Problem]:
+    """All shapes that differ, as one problem with a line for each pair of shapes."""
+    if not groups:
+        return []
+    count = sum(map(len, groups.values()))
+    pairs = sorted(groups.items(), key=lambda item: -len(item[1]))
+    rows = [f"{want} and {held}: {list_keys(keys, 3)}" for (want, held), keys in pairs[:_ROWS]]
+    if len(pairs) > _ROWS:
+        rows.append(f"… and {len(pairs) - _ROWS} more pairs of shapes")
+    return [
+        Problem(
+            code="load.shape",
+            what=f"{count} tensor{' has' if count == 1 else 's have'} another shape in the "
+            "checkpoint.",
+            where=manifest.path,
+            expected="the shapes of the job, which stand first",
+            actual="\n".join(rows),
+            cause="a model of other sizes",
+            fix="use the configuration that saved it",
+        )
     ]
 
 

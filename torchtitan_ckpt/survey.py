@@ -6,6 +6,7 @@ ends the search, because reading the metadata of every step of a large job takes
 
 from __future__ import annotations
 
+import difflib
 import posixpath
 import re
 from collections.abc import Iterable
@@ -140,7 +141,8 @@ def look_at_source(
     if not is_remote(path):
         path = str(Path(path).expanduser().absolute())
         if not Path(path).exists():
-            return SourceView(path, option)
+            parent, near = _neighbours(Path(path))
+            return SourceView(path, option, parent=parent, near=near)
     detection = formats.detect(path)
     if detection.format == "dcp":
         manifest = dcp.read_manifest(path)
@@ -161,6 +163,33 @@ def look_at_source(
         refused=tuple(detection.refused.items()),
         steps=tuple(steps),
     )
+
+
+def _neighbours(path: Path) -> tuple[str, tuple[str, ...]]:
+    """The deepest folder above `path` that exists, and what in it may have been meant, best first.
+
+    Steps are near by their number, other names by their spelling.
+    """
+    parent = next((folder for folder in path.parents if folder.is_dir()), None)
+    if parent is None:
+        return "", ()
+    name, *below = path.relative_to(parent).parts
+    try:
+        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+    except OSError:
+        return str(parent), ()
+    step = folders.step_number(name)
+    if step is None:
+        near = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
+    else:
+        numbers = {n: found for n in names if (found := folders.step_number(n)) is not None}
+        near = sorted(numbers, key=lambda n: abs(numbers[n] - step))[:4]
+    rest = "/".join(below)
+    if not rest:
+        return str(parent), tuple(near)
+    # Only one folder of the path is wrong, where the rest of it lies beside.
+    sure = [n for n in names if (parent / n / rest).exists()]
+    return str(parent), (*(f"{n}/{rest}" for n in sure[:4]), *(n for n in near if n not in sure))
 
 
 def states_of(manifest: Manifest, names: Iterable[str] = TRAINING_STATES) -> frozenset[str]:

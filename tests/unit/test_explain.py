@@ -88,3 +88,34 @@ def test_explain_changes_nothing_on_disk(disk, capsys):
     before = sorted((p, p.stat().st_mtime_ns) for p in disk.rglob("*"))
     explain(capsys, "--dump_folder ./outputs/x --checkpoint.enable")
     assert sorted((p, p.stat().st_mtime_ns) for p in disk.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "actual", "fix"),
+    [
+        (
+            "outputs/x/checkpoint/step-5000",
+            "{at}/outputs/x/checkpoint is there, with step-9, step-5, step-4, step-2",
+            "--checkpoint.initial_load_path {at}/outputs/x/checkpoint/step-9",
+        ),
+        (
+            "outputs/y/checkpoint/step-4",
+            "{at}/outputs is there, with x/checkpoint/step-4",
+            "--checkpoint.initial_load_path {at}/outputs/x/checkpoint/step-4",
+        ),
+        (
+            "outptus/x",
+            "{at} is there, with outputs/x",
+            "--checkpoint.initial_load_path {at}/outputs/x",
+        ),
+        ("qwen3", "{at} is there, with nothing of a similar name", "correct the path"),
+    ],
+)
+def test_a_path_that_is_not_there_names_its_neighbours(disk, capsys, path, actual, fix):
+    code, _, err = explain(
+        capsys,
+        f"--dump_folder ./outputs/new --checkpoint.enable --checkpoint.initial_load_path {path}",
+    )
+    assert code == 3
+    assert f"  actual   {actual.format(at=disk)}\n" in err
+    assert err.rstrip().endswith(f"fix      {fix.format(at=disk)}")

@@ -171,3 +171,21 @@ def test_pipeline_stages_take_embedding_first_and_head_last() -> None:
     assert stages["lm_head.weight"] == stages["norm.weight"] == 3
     assert layers == sorted(layers)
     assert [layers.count(stage) for stage in range(4)] == [3, 4, 3, 2]
+
+
+def test_a_rest_that_does_not_divide_names_the_degrees_in_its_way() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelDegrees(dp_shard=-1, tp=3).resolve(2)
+    assert str(caught.value) == (
+        "[parallel.rest] data_parallel_shard_degree -1 has no whole number of ranks to take beside "
+        "tensor_parallel_degree 3\n"
+        "  expected a number of ranks that 3 divides\n"
+        "  actual   2 ranks\n"
+        "  fix      start 3 ranks or a multiple of 3, or change tensor_parallel_degree"
+    )
+    with pytest.raises(ConfigError) as caught:
+        ParallelDegrees(dp_shard=-1, dp_replicate=2, pp=5).resolve(16)
+    assert caught.value.problems[0].fix == (
+        "start 10 ranks or a multiple of 10, or change data_parallel_replicate_degree or "
+        "pipeline_parallel_degree"
+    )

@@ -237,3 +237,17 @@ def test_the_decision_is_json():
     data = json.loads(json.dumps(case("mixed", "dcp").to_dict()))
     assert data["step"] == 5
     assert data["passed_over"][0]["kind"] == "hf"
+
+
+@pytest.mark.parametrize("load_step", [-1, 10])
+def test_an_hf_step_in_the_output_folder_is_not_blamed_on_last_save_model_only(load_step):
+    with pytest.raises(CheckpointError) as caught:
+        resolve(
+            CheckpointConfig(enable=True, load_step=load_step),
+            OUTPUTS["hf"],
+            states=TRAINING_STATES,
+        )
+    assert caught.value.problems[0].cause.startswith(
+        "last_save_in_hf wrote it as a last step, or Hugging Face weights were put into the output "
+        "folder"
+    )
