@@ -96,7 +96,7 @@ def test_flat_keys_when_asked(tmp_path):
     assert set(ours) == set(read_manifest(tmp_path / "step-7").keys)
 
 
-@pytest.mark.parametrize("name", ["torch-2.13-1rank", "torch-2.13-4ranks", "handmade-2.4"])
+@pytest.mark.parametrize("name", ["torch-2.13-1rank", "torch-2.13-4ranks", "torch-2.4.1-2ranks"])
 def test_golden_dcp_through_pt_and_back(name, tmp_path):
     done = go(GOLDEN / name, tmp_path / "a.pt")
     go(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
