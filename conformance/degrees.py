@@ -14,6 +14,12 @@ class Case:
     degrees: ParallelDegrees
     chunks: int = 1
 
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """The case of a `name`."""
+        label, _, chunks = name.partition(" (")
+        return cls(ParallelDegrees.parse(label), int(chunks.partition(" ")[0] or 1))
+
     @property
     def name(self) -> str:
         return self.degrees.label + (f" ({self.chunks} chunks a rank)" if self.chunks > 1 else "")

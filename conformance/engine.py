@@ -24,6 +24,8 @@ from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
 
 SEED = 20261201
 Progress = Callable[[str, int, int], None]
+# Checks that go through every pair of the subject's splits.
+_RESHARDED = ("reshard.full", "reshard.next-step", "reshard.hf")
 
 
 def check(
@@ -213,7 +215,12 @@ class Bench:
         seed = "" if self.lab.seed == SEED else f" --seed {self.lab.seed}"
         label = self.lab.device.label.replace("npu-simulated", "npu-sim")
         device = "" if label == "cpu" else f" --device {label}"
-        return f"torchtitan-ckpt check {name} --check {clause.id}{seed}{device}"
+        degrees = "".join(
+            f" --degrees {shlex.quote(getattr(d, 'label', str(d)))}"
+            for d in self.subject.degrees
+            if clause.chapter in ("reshard", "seed")
+        )
+        return f"torchtitan-ckpt check {name} --check {clause.id}{seed}{device}{degrees}"
 
     def _cell(
         self,
@@ -225,12 +232,15 @@ class Bench:
         begin: float | None = None,
     ) -> Cell:
         seconds = 0.0 if begin is None else time.perf_counter() - begin
+        ran = clause.id in _RESHARDED and verdict not in ("n/a", "blocked", "error")
+        pairs = self.lab.managers.pairs if ran else []
         return Cell(
             subject=self.subject.name,
             check=clause.id,
             verdict=verdict,
             reason=reason,
             findings=findings,
+            pairs=tuple((source.name, target.name) for source, target in pairs),
             seconds=seconds,
         )
 

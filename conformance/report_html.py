@@ -13,29 +13,44 @@ from conformance.verdict import Cell, Finding, Report
 from torchtitan_ckpt.errors import group_keys
 
 _STYLE = """
-:root{--ok:#1a7f37;--bad:#b42318;--warn:#9a6700;--dim:#667085;--line:#d0d5dd;--back:#fff}
-@media(prefers-color-scheme:dark){:root{--ok:#4ade80;--bad:#f87171;--warn:#facc15;--dim:#98a2b3;
---line:#344054;--back:#101418;color-scheme:dark}}
+:root{--ok:#1a7f37;--bad:#b42318;--warn:#8a5a00;--dim:#667085;--line:#d0d5dd;--soft:#f2f4f7;
+--bad-soft:#fee4e2;--warn-soft:#fef0c7;--back:#fff}
 *{box-sizing:border-box}
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;
-background:var(--back)}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
+background:var(--back);color:#101828}
+h1{font-size:1.5rem;margin-bottom:.3rem}h2{font-size:1.2rem;margin-top:2.5rem}
+h3{font-size:1rem;margin:.2rem 0 .4rem}
+.meta{color:var(--dim);white-space:pre-wrap;font-size:.9rem}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:.9rem}
-th,td{border:1px solid var(--line);padding:.2rem .5rem;text-align:left;white-space:nowrap}
-th[scope=row]{font-weight:400}tr.level th{background:color-mix(in srgb,var(--line) 40%,var(--back))}
-td a{color:inherit;display:block;text-decoration:none}
-.pass{color:var(--ok)}.fail,.error,.xpass{color:var(--bad);font-weight:600}
-.xfail,.blocked{color:var(--warn)}.na{color:var(--dim)}
-article{border-left:4px solid var(--bad);margin:1rem 0;padding:.2rem 0 .2rem 1rem;
-break-inside:avoid}
-article.xfail{border-color:var(--warn)}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:0 .8rem;margin:.3rem 0}
+th,td{border:1px solid var(--line);padding:.15rem .6rem;text-align:left;white-space:nowrap}
+thead th{background:var(--back)}
+th[scope=row]{font-weight:400}tr.level th{background:var(--soft);padding-top:.4rem}
+td a{color:inherit;display:block}
+td.pass{color:var(--ok)}td.na{color:var(--dim)}
+td.fail,td.error,td.xpass{color:var(--bad);background:var(--bad-soft);font-weight:600}
+td.xfail,td.blocked{color:var(--warn);background:var(--warn-soft)}
+article{border-left:4px solid var(--bad);margin:1rem 0;padding:.2rem 0 .2rem 1rem}
+article.xfail{border-color:var(--warn)}article>div{break-inside:avoid;margin-bottom:.8rem}
+.tag{font:600 .8rem system-ui;padding:.05rem .5rem;border-radius:.6rem;margin-left:.4rem;
+background:var(--soft)}
+.tag.fail,.tag.error,.tag.xpass{color:var(--bad);background:var(--bad-soft)}
+.tag.xfail,.tag.blocked{color:var(--warn);background:var(--warn-soft)}
+p{margin:.4rem 0}
+dl{display:grid;grid-template-columns:7.5rem 1fr;gap:0 .8rem;margin:.2rem 0}
 dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}
 code{font:13px/1.4 ui-monospace,monospace;overflow-wrap:anywhere}
-.meta{color:var(--dim);white-space:pre-wrap}
+figure{margin:1.5rem 0 2.5rem;break-inside:avoid}figcaption{margin-bottom:.5rem;font-size:1.05rem}
+table.split td,table.split th{vertical-align:top;padding:.4rem .6rem}
+table.split th{font-weight:600}table.split small{font-weight:400;color:var(--dim)}
+table.split rect{stroke:#475467;stroke-width:1}
+table.split text{font:12px system-ui;text-anchor:middle;fill:#101828}
+.plan{display:flex;flex-wrap:wrap;gap:2rem;align-items:flex-start;margin-top:1rem}
+.plan svg{display:block}.plan rect{fill:#3b6fb6}.plan rect.o{fill:none;stroke:#98a2b3}
+.plan text{font:12px system-ui;fill:#344054}
 @media print{body{margin:0;max-width:none;font-size:11px}.scroll{overflow:visible}
-td a{text-decoration:none}@page{size:A4 landscape;margin:12mm}}
+td a{text-decoration:none}thead{display:table-header-group}tr{break-inside:avoid}
+h2{break-after:avoid}*{print-color-adjust:exact}@page{size:A4 landscape;margin:12mm}}
 """
 
 
@@ -55,6 +70,7 @@ def render(report: Report) -> str:
             _grid(report),
             "</div>",
             *(("<h2>Findings</h2>", *sections) if sections else ()),
+            *_pictures(report),
             *(("<h2>Not run, and why</h2>", _quiet(quiet)) if quiet else ()),
             *(
                 ("<h2>Notes</h2><ul>", *(f"<li>{escape(n)}</li>" for n in report.notes), "</ul>")
@@ -92,6 +108,8 @@ def _td(cell: Cell | None) -> str:
     name = _class(cell)
     if cell.findings or cell.bad:
         return f'<td class="{name}"><a href="#{_anchor(cell)}">{text}</a></td>'
+    if cell.pairs:
+        return f'<td class="{name}"><a href="#{_pair_anchor(cell.pairs[0])}">{text}</a></td>'
     return f'<td class="{name}" title="{escape(cell.reason, quote=True)}">{text}</td>'
 
 
@@ -100,8 +118,39 @@ def _section(cell: Cell) -> str:
     reason = f"<p>{escape(cell.reason)}</p>" if cell.reason else ""
     return (
         f'<article class="{_class(cell)}" id="{_anchor(cell)}"><h3><code>{escape(cell.id)}</code> '
-        f"{cell.verdict}</h3>{reason}{body}</article>"
+        f'<span class="tag {_class(cell)}">{cell.verdict}</span></h3>'
+        f"{reason}{body}{_links(cell)}</article>"
     )
+
+
+def _links(cell: Cell) -> str:
+    """From a finding about resharding to its pictures."""
+    links = ", ".join(
+        f'<a href="#{_pair_anchor(pair)}">{escape(" to ".join(pair))}</a>' for pair in cell.pairs
+    )
+    return f"<p>Which rank held what: {links}</p>" if links else ""
+
+
+def _pictures(report: Report) -> list[str]:
+    """Each pair of splits once, whichever cells went through it."""
+    pairs = list(dict.fromkeys(pair for cell in report.cells for pair in cell.pairs))
+    if not pairs:
+        return []
+    from conformance.degrees import Case
+    from conformance.jobs import small_table
+    from conformance.pictures import resharding
+
+    return [
+        "<h2>Which rank held what</h2>",
+        "<p>The job of the chapter reshard under each pair of splits. Numbers are ranks; a tensor "
+        "is drawn as it is cut, rows down and columns across.</p>",
+        *(
+            f'<figure id="{_pair_anchor(pair)}"><figcaption>saved under <b>{escape(pair[0])}</b>, '
+            f"loaded under <b>{escape(pair[1])}</b></figcaption>"
+            f"{resharding(small_table(), Case.parse(pair[0]), Case.parse(pair[1]))}</figure>"
+            for pair in pairs
+        ),
+    ]
 
 
 def _finding(finding: Finding) -> str:
@@ -120,12 +169,12 @@ def _finding(finding: Finding) -> str:
         ("again", f"<code>{escape(finding.again)}</code>" if finding.again else ""),
     ]
     items = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows if text)
-    return f"<p><strong>{escape(finding.what)}</strong></p><dl>{items}</dl>"
+    return f"<div><p><strong>{escape(finding.what)}</strong></p><dl>{items}</dl></div>"
 
 
 def _quiet(cells: list[Cell]) -> str:
     items = "".join(
-        f'<li><code>{escape(c.id)}</code> <span class="{_class(c)}">{c.verdict}</span>: '
+        f'<li><code>{escape(c.id)}</code> <span class="tag {_class(c)}">{c.verdict}</span> '
         f"{escape(c.reason)}</li>"
         for c in cells
     )
@@ -137,4 +186,12 @@ def _class(cell: Cell) -> str:
 
 
 def _anchor(cell: Cell) -> str:
-    return "c-" + "".join(c if c.isalnum() else f"-{ord(c):x}-" for c in cell.id)
+    return _id(f"c-{cell.id}")
+
+
+def _pair_anchor(pair: tuple[str, str]) -> str:
+    return _id(f"pair-{pair[0]}-to-{pair[1]}")
+
+
+def _id(text: str) -> str:
+    return "".join(c if c.isalnum() else f"-{ord(c):x}-" for c in text)

@@ -45,7 +45,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One subject under one check."""
+    """One subject under one check.
+
+    `pairs` are the splits that a check of the chapter reshard saved and loaded under.
+    """
 
     subject: str
     check: str
@@ -53,6 +56,7 @@ class Cell:
     reason: str = ""
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -17,6 +19,10 @@ from conformance import report_html as html
 from conformance import report_json as as_json
 from conformance import report_junit as junit
 from conformance import report_markdown as markdown
+from conformance.degrees import Case
+from conformance.pictures import resharding
+from conformance.template import Leaf
+from torchtitan_ckpt.device import SIMULATED
 
 FOUND = Finding(
     what="to_hf dropped 5 of 75 native tensors",
@@ -165,6 +171,60 @@ def test_html_is_one_file_whose_links_lead_somewhere() -> None:
     assert "@media print" in text
 
 
+RESHARDED = Report(
+    cells=(
+        *REPORT.cells,
+        dataclasses.replace(
+            cell("one", "reshard.full", "pass"), pairs=(("fsdp2 x tp2", "1"), ("1", "fsdp8"))
+        ),
+        dataclasses.replace(
+            cell("two", "reshard.full", "fail", "", FOUND), pairs=(("fsdp2 x tp2", "1"),)
+        ),
+    ),
+    seed=7,
+    contract="2026.12",
+    device="npu-simulated",
+)
+
+
+def test_a_resharded_job_is_drawn_before_and_after() -> None:
+    """Each pair of splits once, linked from the grid and from the findings."""
+    text = html.render(RESHARDED)
+    page = Links()
+    page.feed(text)
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids)
+    assert text.count("<figure") == 2
+    pair = html._pair_anchor(("fsdp2 x tp2", "1"))
+    assert page.links.count(f"#{pair}") == 2, "from the cell that passed and from the finding"
+    assert "nothing on rank 5, 6, 7" in text, "five numbers over eight ranks"
+    assert text.count(">bytes written, by rank") == 2
+    assert SIMULATED in text
+    assert json.loads(as_json.render(RESHARDED))["cells"][-1]["pairs"] == [["fsdp2 x tp2", "1"]]
+
+
+def test_the_pictures_show_what_the_ranks_hold() -> None:
+    """Each rank's share of a drawn tensor is what torch gives it; two ranks that share a strided
+    split stand in torch's order, not in that of their numbers."""
+    table = {
+        "layers.0.attention.wo.weight": Leaf((24, 20), "float32"),
+        "a.weight": Leaf((38, 24), "float32"),
+    }
+    drawn = resharding(table, Case.parse("fsdp2 x tp2"), Case.parse("fsdp4"))
+    piece = r'width="([\d.]+)" height="([\d.]+)" fill="\S+"><title>rank ([^<]+)<'
+    pieces = re.findall(piece, drawn)
+    assert len(pieces) == 4 + 4 + 2 + 4
+    wo = {rank: round(float(w) * float(h)) for w, h, rank in pieces[:4]}
+    assert wo == dict.fromkeys("0123", 180 * 64 // 4)
+    embeddings = resharding(
+        {"tok_embeddings.weight": Leaf((38, 24), "float32")},
+        Case.parse("fsdp2 x tp2"),
+        Case.parse("1"),
+    )
+    placed = re.findall(r'y="([\d.]+)" width="180.0" .*?<title>rank (\d)<', embeddings)[:4]
+    assert [rank for _, rank in sorted(placed, key=lambda p: float(p[0]))] == list("0213")
+
+
 def test_html_in_a_browser_and_on_paper(tmp_path: Path) -> None:
     browser = next(
         (
@@ -177,7 +237,7 @@ def test_html_in_a_browser_and_on_paper(tmp_path: Path) -> None:
     if browser is None:
         pytest.skip("not run: no Chromium is installed")
     page = tmp_path / "report.html"
-    page.write_text(html.render(REPORT))
+    page.write_text(html.render(RESHARDED))
     done = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
         capture_output=True,
@@ -186,6 +246,7 @@ def test_html_in_a_browser_and_on_paper(tmp_path: Path) -> None:
         check=True,
     )
     assert "keys.total" in done.stdout
+    assert done.stdout.count("<figure") == 2
     subprocess.run(
         [
             browser,

@@ -14,6 +14,7 @@ from torchtitan_ckpt.plan.plans import LoadPlan, SavePlan, share
 
 _SHOWN = 16
 _CELLS = 96
+_CAPTION = 260  # pixels that the words under a picture need
 
 
 def save_text(plan: SavePlan, *, every_rank: bool = False) -> str:
@@ -146,9 +147,13 @@ def picture(numbers: Sequence[int], title: str) -> str:
         f'height="{100 * value / top:.1f}"><title>rank {n}: {size(value)}</title></rect>'
         for n, value in enumerate(numbers)
     )
+    ranks = "".join(
+        f'<text x="{(n + 0.45) * width:.1f}" y="113" font-size="11" text-anchor="middle">{n}</text>'
+        for n in range(len(numbers) if width > 16 else 0)
+    )
     return (
-        f'<svg width="{len(numbers) * width:.0f}" height="120" role="img" '
-        f'aria-label="{html.escape(title)}">{bars}<text x="0" y="116" font-size="12">'
+        f'<svg width="{max(_CAPTION, len(numbers) * width):.0f}" height="134" role="img" '
+        f'aria-label="{html.escape(title)}">{bars}{ranks}<text x="0" y="129" font-size="12">'
         f"{html.escape(title)}, at most {size(top)}</text></svg>"
     )
 
@@ -160,15 +165,16 @@ def read_map(load: LoadPlan) -> str:
     down = np.arange(reads.shape[0]) * rows // reads.shape[0]
     across = np.arange(reads.shape[1]) * columns // reads.shape[1]
     cells = {(int(down[r]), int(across[w])) for r, w in zip(*np.nonzero(reads), strict=True)}
+    step = max(6, min(20, 100 // max(rows, columns)))
     squares = "".join(
-        f'<rect x="{column * 6}" y="{row * 6}" width="5" height="5"/>'
+        f'<rect x="{column * step}" y="{row * step}" width="{step - 1}" height="{step - 1}"/>'
         for row, column in sorted(cells)
     )
     return (
-        f'<svg width="{columns * 6 + 2}" height="{rows * 6 + 20}" role="img" '
+        f'<svg width="{max(_CAPTION, columns * step + 2)}" height="{rows * step + 22}" role="img" '
         f'aria-label="which rank reads whose file"><rect class="o" x="0" y="0" '
-        f'width="{columns * 6}" height="{rows * 6}"/>{squares}<text x="0" y="{rows * 6 + 14}" '
-        'font-size="12">readers down, writers\' files across</text></svg>'
+        f'width="{columns * step}" height="{rows * step}"/>{squares}<text x="0" '
+        f'y="{rows * step + 16}" font-size="12">readers down, writers\' files across</text></svg>'
     )
 
 
