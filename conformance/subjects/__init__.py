@@ -44,7 +44,7 @@ def resolve(name: str) -> Subject:
     shipped = names()
     if name not in shipped:
         near = nearest(name, shipped)
-        raise NotFoundError(
+        raise ConfigError(
             Problem(
                 code="check.no-subject",
                 what=f"no subject is called {name!r}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conformance.subject import Subject
 from conformance.subjects import families
-from torchtitan_ckpt.errors import NotFoundError, Problem, nearest
+from torchtitan_ckpt.errors import ConfigError, NotFoundError, Problem, nearest
 
 NAMES = ("main:dense-untied", "main:dense-tied", "main:moe")
 _FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "qwen3"
@@ -22,7 +22,7 @@ def subject(name: str) -> Subject:
     folder = _FOLDER / name.removeprefix("main:")
     if name not in NAMES or not folder.is_dir():
         near = nearest(name, NAMES)
-        raise NotFoundError(
+        raise (NotFoundError if name in NAMES else ConfigError)(
             Problem(
                 code="check.no-main-job",
                 what=f"there is no main job {name!r} here",

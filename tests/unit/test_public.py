@@ -148,7 +148,7 @@ def test_every_verb_is_there_and_has_help(capsys):
 
 def test_an_unknown_verb_gets_the_nearest(capsys):
     assert cli.main(["inspct"]) == 2
-    assert "'inspect'" in capsys.readouterr().err
+    assert "did you mean torchtitan-ckpt inspect?" in capsys.readouterr().err
 
 
 def test_errors_say_everything_and_carry_the_exit_code(monkeypatch, capsys):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from torchtitan_ckpt.errors import CheckpointError, nearest
+from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, nearest
 
 PROG = "torchtitan-ckpt"
 VERBS = {
@@ -50,9 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = args[0], args[1:]
     if verb not in VERBS:
         guess = nearest(verb, VERBS)
-        hint = f" Did you mean {guess!r}?" if guess else ""
-        print(f"{PROG}: no verb {verb!r}.{hint}\n\n{usage()}", file=sys.stderr)
-        return 2
+        problem = Problem(
+            code="cli.unknown-verb",
+            what=f"there is no verb {verb}",
+            where="the command line",
+            expected=f"one of {', '.join(VERBS)}",
+            actual=verb,
+            fix=f"did you mean {PROG} {guess}?" if guess else f"{PROG} --help describes them",
+        )
+        _report(ConfigError(problem), as_json="--json" in rest)
+        return ConfigError.exit_code
     try:
         return _run(verb, rest)
     except CheckpointError as error:
@@ -111,10 +118,13 @@ def _parse(module: ModuleType, verb: str, rest: list[str]) -> Any:
         return module.parse(rest)
     import tyro
 
-    return tyro.cli(
+    from torchtitan_ckpt import usage
+
+    return usage.read(
         module.Args,
-        args=rest,
+        rest,
         prog=f"{PROG} {verb}",
+        help=f"{PROG} {verb} --help",
         description=VERBS[verb],
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )

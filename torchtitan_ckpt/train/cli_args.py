@@ -7,8 +7,6 @@ stay until a flag overrides them. It needs no torch and looks at no disk.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import sys
@@ -17,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
-import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from torchtitan_ckpt import usage
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, nearest
 from torchtitan_ckpt.train import registry
 from torchtitan_ckpt.train.config import JobConfig
@@ -99,23 +97,14 @@ def parse_flags(flags: Sequence[str], job: JobConfig) -> JobConfig:
         problems = list(_misuse(flags, _known()))
         if problems:
             raise ConfigError(*problems)
-    talk = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(talk):
-            return tyro.cli(
-                JobConfig,
-                prog=f"scripts/{SCRIPT}",
-                args=list(flags),
-                default=job,
-                registry=_comma_lists(),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        message = _plain(talk.getvalue())
-        raise ConfigError(
-            _problem("value", message, fix=f"bash scripts/{SCRIPT} --help lists flags and values")
-        ) from None
+    return usage.read(
+        JobConfig,
+        flags,
+        prog=f"scripts/{SCRIPT}",
+        help=f"bash scripts/{SCRIPT} --help",
+        default=job,
+        registry=_comma_lists(),
+    )
 
 
 def report(error: CheckpointError, argv: Sequence[str], rank: int = 0) -> None:
@@ -265,12 +254,3 @@ def _comma_lists() -> ConstructorRegistry:
         )
 
     return found
-
-
-def _plain(box: str) -> str:
-    """tyro's message without its frame: the first sentence of what is inside."""
-    lines = [re.sub(r"[│╭╮╰╯─]+", " ", line).strip() for line in box.splitlines()]
-    kept = [line for line in lines if line]
-    stop = next((i for i, line in enumerate(kept) if line.startswith("Argument helptext")), None)
-    text = " ".join(kept[1:stop]).partition(" For full helptext")[0]
-    return text or "the command line cannot be read"

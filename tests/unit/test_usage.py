@@ -1,0 +1,125 @@
+"""Usage errors of verbs and jobs: exit code 2 and the project's own form, never a parser's box."""
+
+import shlex
+
+import pytest
+
+from torchtitan_ckpt.cli import main
+
+HELP = "torchtitan-ckpt {verb} --help lists flags and values"
+CASES = [
+    ("verify x --threads abc", "value", "--threads cannot be 'abc'", "a whole number", "'abc'", ""),
+    ("diff a b --atol=x", "value", "--atol cannot be 'x'", "a number", "'x'", ""),
+    (
+        "convert a b --to nosuch",
+        "value",
+        "--to cannot be 'nosuch'",
+        "one of dcp, hf, pt",
+        "'nosuch'",
+        "",
+    ),
+    (
+        "convert a b --to hff",
+        "value",
+        "--to cannot be 'hff'",
+        "one of dcp, hf, pt",
+        "'hff'",
+        "did you mean --to hf?",
+    ),
+    (
+        "convert a b --weights 1 x",
+        "value",
+        "--weights cannot be '1 x'",
+        "--weights W [W ...]",
+        "'1 x'",
+        "",
+    ),
+    (
+        "verify x --against",
+        "no-value",
+        "--against lacks a value",
+        "--against VALUE",
+        "--against",
+        "",
+    ),
+    ("verify", "missing", "PATH is missing", "PATH", "nothing", ""),
+    ("convert", "missing", "SRC and DST are missing", "SRC and DST", "nothing", ""),
+    (
+        "verify x --nosuch 3",
+        "unknown-flag",
+        "there is no flag --nosuch",
+        "one of --against, --config, --deep, --stats, --threads, --trust, --json",
+        "--nosuch",
+        "",
+    ),
+    (
+        "convert a b --export_dtypee=float32",
+        "unknown-flag",
+        "there is no flag --export_dtypee",
+        "",
+        "--export_dtypee=float32",
+        "did you mean --export-dtype?",
+    ),
+    (
+        "verify x y",
+        "stray",
+        "'y' belongs to no flag",
+        "options, and no further word",
+        "y",
+        "leave y out",
+    ),
+    (
+        "explain --training.steps many --checkpoint.enable",
+        "value",
+        "--training.steps cannot be 'many'",
+        "a whole number",
+        "'many'",
+        "bash scripts/run_train.sh --help lists flags and values",
+    ),
+    (
+        "explain --training.dtype int8",
+        "value",
+        "--training.dtype cannot be 'int8'",
+        "one of bfloat16, float32",
+        "'int8'",
+        "bash scripts/run_train.sh --help lists flags and values",
+    ),
+    (
+        "inspct x",
+        "unknown-verb",
+        "there is no verb inspct",
+        "one of check, checks, convert, diff, explain, inspect, map, plan, verify",
+        "inspct",
+        "did you mean torchtitan-ckpt inspect?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "kind", "what", "expected", "actual", "fix"), CASES)
+def test_usage_errors_are_said_in_one_form(capsys, line, kind, what, expected, actual, fix):
+    words = shlex.split(line)
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    rows = [f"[cli.{kind}] {what}", "  where    the command line"]
+    rows += [f"  expected {expected}"] if expected else []
+    rows += [f"  actual   {actual}", f"  fix      {fix or HELP.format(verb=words[0])}"]
+    assert err == "\n".join(rows) + "\n"
+    assert out == ""
+
+
+def test_several_stray_words_and_flags_are_said_at_once(capsys):
+    assert main(["verify", "x", "y", "--deeep", "--nosuch", "3"]) == 2
+    err = capsys.readouterr().err
+    for part in ("3 problems", "'y' belongs to no flag", "did you mean --deep?", "flag --nosuch"):
+        assert part in err
+
+
+def test_a_subject_that_nobody_knows_is_a_usage_error(capsys):
+    assert main(["check", "qwen33"]) == 2
+    assert "[check.no-subject] no subject is called 'qwen33'" in capsys.readouterr().err
+    assert main(["check", "main:nosuch"]) == 2
+
+
+def test_a_usage_error_is_json_where_that_was_asked_for(capsys):
+    assert main(["verify", "--json"]) == 2
+    assert '"code": "cli.missing"' in capsys.readouterr().out
