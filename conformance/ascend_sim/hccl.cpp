@@ -19,8 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "numbers.h"
-#include "sim.h"
+#include "tensors.h"
 
 using namespace sim;
 
@@ -148,29 +147,24 @@ Buffer buffer(const void* pointer, uint64_t count, int type) {
   return {view(pointer), bytes};
 }
 
-template <class T>
-void reduce_as(int op, int type, char* into, const char* from, uint64_t count) {
-  const size_t step = size_of(type);
-  for (uint64_t i = 0; i < count; ++i, into += step, from += step) {
-    const T a = load<T>(type, into), b = load<T>(type, from);
-    store<T>(type, into,
-             op == 0   ? static_cast<T>(a + b)
-             : op == 1 ? static_cast<T>(a * b)
-             : op == 2 ? std::max(a, b)
-                       : std::min(a, b));
-  }
-}
-
-int reduce_into(int op, int hccl_type, char* into, const char* from, uint64_t count) {
-  const int type = kDtype[hccl_type];
+// What the ranks showed from byte `at` of their windows on, folded into `to`: in the order of the
+// ranks, so that every rank gets the same bits.
+template <class Window>
+int fold(const Comm& c, Window window, size_t at, char* to, uint64_t count, int hccl_type, int op) {
   if (op < 0 || op > 3) return fail(kUnsupported, "HCCL reduction %d is not simulated", op);
-  if (type == kDouble) {
-    reduce_as<double>(op, type, into, from, count);
-  } else if (is_floating(type)) {
-    reduce_as<float>(op, type, into, from, count);
-  } else {
-    reduce_as<int64_t>(op, type, into, from, count);
-  }
+  const int type = kDtype[hccl_type];
+  const size_t step = size_of(type);
+  std::memcpy(to, window(0) + at, count * step);
+  in_working_type({type}, [&](auto zero) {
+    using T = decltype(zero);
+    for (uint32_t r = 1; r < c.size; ++r)
+      for (uint64_t i = 0; i < count; ++i) {
+        const T a = load<T>(type, to + i * step), b = load<T>(type, window(r) + at + i * step);
+        const T folded[] = {static_cast<T>(a + b), static_cast<T>(a * b), std::max(a, b),
+                            std::min(a, b)};
+        store<T>(type, to + i * step, folded[op]);
+      }
+  });
   return kSuccess;
 }
 
@@ -205,9 +199,6 @@ size_t advance(Comm& c, Transfer& t) {
 
 // All transfers move side by side, so that two ranks may send to each other first.
 int run_transfers(Comm& c, const char* what, std::vector<Transfer> all) {
-  for (Transfer& t : all) {
-    if (t.peer >= c.size) return fail(kParameter, "%s: no rank %u", what, t.peer);
-  }
   for (;;) {
     const Transfer* open = nullptr;
     const bool moved = wait_for([&] {
@@ -306,27 +297,26 @@ COLLECTIVE(HcclAllReduce, (const void* in, void* out, uint64_t count, int type, 
   REQUIRE(from);
   REQUIRE(to);
   return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    std::memcpy(to.at, window(0), to.bytes);
-    int code = kSuccess;
-    for (uint32_t r = 1; r < c.size && !code; ++r)
-      code = reduce_into(op, type, to.at, window(r), count);
-    return code;
+    return fold(c, window, 0, to.at, count, type, op);
   });
 })
 
 COLLECTIVE(HcclReduce,
            (const void* in, void* out, uint64_t count, int type, int op, uint32_t root), {
-  const Buffer from = buffer(in, count, type);
-  const Buffer to = buffer(out, c.rank == root ? count : 0, type);
+  const Buffer from = buffer(in, count, type), to = buffer(out, c.rank == root ? count : 0, type);
   REQUIRE(from);
   REQUIRE(to);
   return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    if (c.rank != root) return int{kSuccess};
-    std::memcpy(to.at, window(0), to.bytes);
-    int code = kSuccess;
-    for (uint32_t r = 1; r < c.size && !code; ++r)
-      code = reduce_into(op, type, to.at, window(r), count);
-    return code;
+    return c.rank == root ? fold(c, window, 0, to.at, count, type, op) : int{kSuccess};
+  });
+})
+
+COLLECTIVE(HcclReduceScatter, (const void* in, void* out, uint64_t count, int type, int op), {
+  const Buffer from = buffer(in, count * c.size, type), to = buffer(out, count, type);
+  REQUIRE(from);
+  REQUIRE(to);
+  return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
+    return fold(c, window, c.rank * to.bytes, to.at, count, type, op);
   });
 })
 
@@ -351,20 +341,6 @@ COLLECTIVE(HcclAllGather, (const void* in, void* out, uint64_t count, int type),
   });
 })
 
-COLLECTIVE(HcclReduceScatter, (const void* in, void* out, uint64_t count, int type, int op), {
-  const Buffer from = buffer(in, count * c.size, type), to = buffer(out, count, type);
-  REQUIRE(from);
-  REQUIRE(to);
-  return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    const size_t at = c.rank * to.bytes;
-    std::memcpy(to.at, window(0) + at, to.bytes);
-    int code = kSuccess;
-    for (uint32_t r = 1; r < c.size && !code; ++r)
-      code = reduce_into(op, type, to.at, window(r) + at, count);
-    return code;
-  });
-})
-
 COLLECTIVE(HcclScatter, (const void* in, void* out, uint64_t count, int type, uint32_t root), {
   const Buffer from = buffer(in, c.rank == root ? count * c.size : 0, type);
   const Buffer to = buffer(out, count, type);
@@ -376,88 +352,69 @@ COLLECTIVE(HcclScatter, (const void* in, void* out, uint64_t count, int type, ui
   });
 })
 
-// Not COLLECTIVE: the type of the other side stands between the buffers.
-API int HcclAlltoAll(const void* in, uint64_t count, int type, const void* out, uint64_t, int,
-                     void* comm, void* stream) {
-  ENTER("HcclAlltoAll");
-  Comm& c = *comm_of(comm);
-  return submit(
-      stream,
-      [=, &c]() -> int {
-        const Buffer from = buffer(in, count * c.size, type), to = buffer(out, count * c.size, type);
-        REQUIRE(from);
-        REQUIRE(to);
-        const size_t part = to.bytes / c.size;
-        return exchange(c, "AlltoAll", from.at, from.bytes, from.bytes, [&](auto window) {
-          for (uint32_t r = 0; r < c.size; ++r)
-            std::memcpy(to.at + r * part, window(r) + c.rank * part, part);
-          return kSuccess;
-        });
-      },
-      true);
-}
+// ---- between pairs of ranks
 
-// Counts and offsets are host arrays that live only during the call.
-API int HcclAlltoAllV(const void* in, const uint64_t* in_counts, const uint64_t* in_offsets,
-                      int type, const void* out, const uint64_t* out_counts,
-                      const uint64_t* out_offsets, int, void* comm, void* stream) {
-  ENTER("HcclAlltoAllV");
-  Comm& c = *comm_of(comm);
-  std::vector<Transfer> all;
-  for (uint32_t r = 0; r < c.size; ++r) {
-    for (const bool sends : {true, false}) {
-      const uint64_t count = sends ? in_counts[r] : out_counts[r];
-      const uint64_t offset = sends ? in_offsets[r] : out_offsets[r];
-      const Buffer whole = buffer(sends ? in : out, 0, type);
-      REQUIRE(whole);
-      const size_t step = size_of(kDtype[type]);
-      const void* part = static_cast<const char*>(sends ? in : out) + offset * step;
-      const Buffer checked = buffer(part, count, type);
-      REQUIRE(checked);
-      all.push_back({sends, checked.at, checked.bytes, r});
-    }
-  }
-  return submit(stream, [=, &c] { return run_transfers(c, "AlltoAllV", all); }, true);
-}
+namespace {
 
-COLLECTIVE(HcclSend, (const void* data, uint64_t count, int type, uint32_t peer), {
-  const Buffer from = buffer(data, count, type);
-  REQUIRE(from);
-  return run_transfers(c, what, {{true, from.at, from.bytes, peer}});
-})
-
-COLLECTIVE(HcclRecv, (void* data, uint64_t count, int type, uint32_t peer), {
-  const Buffer to = buffer(data, count, type);
-  REQUIRE(to);
-  return run_transfers(c, what, {{false, to.at, to.bytes, peer}});
-})
-
-struct SendRecvItem {
+struct Item {
   int kind;  // 0 send, 1 receive
   void* data;
   uint64_t count;
   int type;
   uint32_t peer;
 };
-API int HcclBatchSendRecv(const SendRecvItem* items, uint32_t count, void* comm, void* stream) {
-  ENTER("HcclBatchSendRecv");
-  Comm& c = *comm_of(comm);
+
+// Buffers are checked at the call: what a caller hands over in arrays lives only that long.
+int transfer(Comm& c, const char* what, const std::vector<Item>& items, void* stream) {
   std::vector<Transfer> all;
-  for (uint32_t i = 0; i < count; ++i) {
-    const Buffer data = buffer(items[i].data, items[i].count, items[i].type);
+  for (const Item& item : items) {
+    const Buffer data = buffer(item.data, item.count, item.type);
     REQUIRE(data);
-    all.push_back({items[i].kind == 0, data.at, data.bytes, items[i].peer});
+    if (item.peer >= c.size) return fail(kParameter, "%s: no rank %u", what, item.peer);
+    all.push_back({item.kind == 0, data.at, data.bytes, item.peer});
   }
-  return submit(stream, [=, &c] { return run_transfers(c, "BatchSendRecv", all); }, true);
+  return submit(stream, [=, &c] { return run_transfers(c, what, all); }, true);
 }
 
-API int HcclBarrier(void* comm, void* stream) {
-  ENTER("HcclBarrier");
-  Comm& c = *comm_of(comm);
-  return submit(
-      stream,
-      [&c] {
-        return exchange(c, "Barrier", nullptr, 0, 0, [](auto) { return kSuccess; });
-      },
-      true);
+// The part of a buffer from an offset in elements on.
+void* part_of(const void* base, uint64_t offset, int type) {
+  const bool known = type >= 0 && type < static_cast<int>(std::size(kDtype));
+  const char* at = static_cast<const char*>(base);
+  return const_cast<char*>(at) + (known ? offset * size_of(kDtype[type]) : 0);
+}
+
+}  // namespace
+
+API int HcclAlltoAllV(const void* in, const uint64_t* in_counts, const uint64_t* in_offsets,
+                      int type, const void* out, const uint64_t* out_counts,
+                      const uint64_t* out_offsets, int, void* comm, void* stream) {
+  ENTER("HcclAlltoAllV");
+  std::vector<Item> items;
+  for (uint32_t r = 0; r < comm_of(comm)->size; ++r) {
+    items.push_back({0, part_of(in, in_offsets[r], type), in_counts[r], type, r});
+    items.push_back({1, part_of(out, out_offsets[r], type), out_counts[r], type, r});
+  }
+  return transfer(*comm_of(comm), "AlltoAllV", items, stream);
+}
+API int HcclAlltoAll(const void* in, uint64_t count, int type, const void* out, uint64_t, int,
+                     void* comm, void* stream) {
+  ENTER("HcclAlltoAll");
+  std::vector<Item> items;
+  for (uint32_t r = 0; r < comm_of(comm)->size; ++r) {
+    items.push_back({0, part_of(in, r * count, type), count, type, r});
+    items.push_back({1, part_of(out, r * count, type), count, type, r});
+  }
+  return transfer(*comm_of(comm), "AlltoAll", items, stream);
+}
+API int HcclSend(void* data, uint64_t count, int type, uint32_t peer, void* comm, void* stream) {
+  ENTER("HcclSend");
+  return transfer(*comm_of(comm), "Send", {{0, data, count, type, peer}}, stream);
+}
+API int HcclRecv(void* data, uint64_t count, int type, uint32_t peer, void* comm, void* stream) {
+  ENTER("HcclRecv");
+  return transfer(*comm_of(comm), "Recv", {{1, data, count, type, peer}}, stream);
+}
+API int HcclBatchSendRecv(const Item* items, uint32_t count, void* comm, void* stream) {
+  ENTER("HcclBatchSendRecv");
+  return transfer(*comm_of(comm), "BatchSendRecv", {items, items + count}, stream);
 }

@@ -173,13 +173,6 @@ int copy(void* target, size_t room, const void* source, size_t bytes, int kind) 
   return kSuccess;
 }
 
-int fill(void* target, size_t room, int value, size_t bytes) {
-  if (bytes > room || !inside_allocation(target, bytes))
-    return fail(kRuntimeParam, "aclrtMemset of %zu bytes outside an allocation", bytes);
-  std::memset(view(target), value, bytes);
-  return kSuccess;
-}
-
 }  // namespace
 
 bool on_device(const void* pointer) {
@@ -240,9 +233,6 @@ API int aclrtMallocHost(void** out, size_t bytes) {
   m.pinned_bytes += size;
   return kSuccess;
 }
-API int aclrtMallocHostWithCfg(void** out, uint64_t bytes, void*) {
-  return aclrtMallocHost(out, bytes);
-}
 API int aclrtFreeHost(void* pointer) {
   ENTER("aclrtFreeHost");
   Memory& m = memory();
@@ -261,9 +251,6 @@ API int aclrtHostRegister(void* pointer, uint64_t bytes, int, void** device_poin
   m.registered[static_cast<char*>(pointer)] = bytes;
   if (device_pointer) *device_pointer = pointer;
   return kSuccess;
-}
-API int aclrtHostRegisterV2(void* pointer, uint64_t bytes, uint32_t) {
-  return aclrtHostRegister(pointer, bytes, 0, nullptr);
 }
 API int aclrtHostUnregister(void* pointer) {
   ENTER("aclrtHostUnregister");
@@ -306,11 +293,10 @@ API int aclrtMemcpyAsync(void* target, size_t room, const void* source, size_t b
 }
 API int aclrtMemset(void* target, size_t room, int value, size_t bytes) {
   ENTER("aclrtMemset");
-  return fill(target, room, value, bytes);
-}
-API int aclrtMemsetAsync(void* target, size_t room, int value, size_t bytes, void* stream) {
-  ENTER("aclrtMemsetAsync");
-  return submit(stream, [=] { return fill(target, room, value, bytes); });
+  if (bytes > room || !inside_allocation(target, bytes))
+    return fail(kRuntimeParam, "aclrtMemset of %zu bytes outside an allocation", bytes);
+  std::memset(view(target), value, bytes);
+  return kSuccess;
 }
 
 // What tests read through ctypes.

@@ -1,5 +1,5 @@
 // What a small language model needs to train: norms, rotary positions, attention, cross entropy,
-// embeddings and a choice of experts. The same rules as in operators.cpp.
+// embeddings, and a choice of experts. The same rules as in operators.cpp.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -10,57 +10,39 @@
 using namespace sim;
 
 UNARY(Silu, x / (1 + std::exp(-x)))
-UNARY(Sigmoid, 1 / (1 + std::exp(-x)))
 UNARY(Cos, std::cos(x))
 UNARY(Sin, std::sin(x))
-UNARY(Exp, std::exp(x))
 UNARY(Rsqrt, 1 / std::sqrt(x))
-UNARY(BitwiseNot, ~static_cast<int64_t>(x))
+UNARY(Sign, (x > 0) - (x < 0))
 
 OPERATOR(aclnnPowScalarTensor, (Number base, In exponent, Out out), {
-  const double b = operand(base).real;
-  return elementwise(operand(out), [=](auto x) {
-    return static_cast<decltype(x)>(std::pow(b, static_cast<double>(x)));
-  }, operand(exponent));
+  return pointwise(out, [](auto b, auto x) { return std::pow(double(b), double(x)); }, base, exponent);
 })
 OPERATOR(aclnnSiluBackward, (In grad, In self, Out out), {
-  return elementwise(operand(out), [](auto g, auto x) {
+  return pointwise(out, [](auto g, auto x) {
     const auto s = 1 / (1 + std::exp(-x));
-    return static_cast<decltype(g)>(g * s * (1 + x * (1 - s)));
-  }, operand(grad), operand(self));
+    return g * s * (1 + x * (1 - s));
+  }, grad, self);
 })
 OPERATOR(aclnnInplaceMaskedFillScalar, (Out self, In mask, Number value), {
-  const Scalar v = operand(value);
-  return elementwise(operand(self), [=](auto x, auto m) { return m != 0 ? v.as<decltype(x)>() : x; },
-                     operand(self), operand(mask));
-})
-OPERATOR(aclnnSWhere, (In condition, In x, In y, Out out), {
-  return elementwise(operand(out), [](auto c, auto a, auto b) { return c != 0 ? a : b; },
-                     operand(condition), operand(x), operand(y));
+  return pointwise(self, [](auto x, auto m, auto v) { return m != 0 ? v : x; }, self, mask, value);
 })
 // Either limit may be null.
 OPERATOR(aclnnClamp, (In self, Number least, Number most, Out out), {
   const double infinity = std::numeric_limits<double>::infinity();
   const double low = least ? operand(least).real : -infinity;
   const double high = most ? operand(most).real : infinity;
-  return elementwise(operand(out), [=](auto x) {
-    return static_cast<decltype(x)>(x < low ? low : x > high ? high : static_cast<double>(x));
-  }, operand(self));
+  return pointwise(out, [=](auto x) { return std::min(std::max(double(x), low), high); }, self);
 })
 OPERATOR(aclnnTriu, (In self, int64_t diagonal, Out out), {
   const Tensor from = operand(self), to = operand(out);
-  const Ints strides = broadcast(from, to.sizes);
-  const int64_t last = to.rank() - 1;
+  Ints column_less_row(to.sizes.size(), 0);
+  column_less_row.rbegin()[0] = 1;
+  column_less_row.rbegin()[1] = -1;
+  const std::array<Ints, 3> strides{to.strides, broadcast(from, to.sizes), column_less_row};
   return [=] {
-    Ints index(to.sizes.size(), 0);
-    walk(to.sizes, std::array<Ints, 2>{to.strides, strides}, [&](const auto& at) {
-      const bool kept = index[last] - index[last - 1] >= diagonal;
-      if (kept) {
-        std::memcpy(to.at(at[0]), from.at(at[1]), to.step());
-      } else {
-        std::memset(to.at(at[0]), 0, to.step());
-      }
-      for (int64_t d = last; d >= 0 && ++index[d] == to.sizes[d]; --d) index[d] = 0;
+    walk(to.sizes, strides, [&](const auto& at) {
+      store(to.dtype, to.at(at[0]), at[2] < diagonal ? 0.0 : read<double>(from, at[1]));
     });
     return int{kSuccess};
   };
@@ -70,26 +52,25 @@ OPERATOR(aclnnTriu, (In self, int64_t diagonal, Out out), {
 
 namespace {
 
-// `in` and `out` without `dim`; f(row of each input) -> row of the output.
+using Row = std::vector<double>;
+
+// `in` and `out` without `dim`; make(row of each input, row of the output).
 template <class Make, size_t N>
 Task by_rows(Tensor out, const std::array<Tensor, N>& ins, int64_t dim, Make make) {
   const int64_t axis = wrap(dim, out.rank()), length = out.sizes[axis];
-  Ints rest = out.sizes;
-  rest[axis] = 1;
-  std::array<Ints, N + 1> strides;
-  strides[0] = out.strides;
+  std::array<Ints, N + 1> strides{out.strides};
   for (size_t n = 0; n < N; ++n) {
     if (ins[n].sizes != out.sizes) refuse("shapes differ");
     strides[n + 1] = ins[n].strides;
   }
   return [=] {
-    std::array<std::vector<double>, N> rows;
-    for (auto& row : rows) row.resize(length);
-    std::vector<double> result(length);
-    walk(rest, strides, [&](const auto& at) {
+    std::array<Row, N> rows;
+    rows.fill(Row(length));
+    Row result(length);
+    walk(narrow(out, axis, 0, 1).sizes, strides, [&](const auto& at) {
       for (size_t n = 0; n < N; ++n)
         for (int64_t i = 0; i < length; ++i)
-          rows[n][i] = load<double>(ins[n].dtype, ins[n].at(at[n + 1] + i * ins[n].strides[axis]));
+          rows[n][i] = read<double>(ins[n], at[n + 1] + i * ins[n].strides[axis]);
       make(rows, result);
       for (int64_t i = 0; i < length; ++i)
         store(out.dtype, out.at(at[0] + i * out.strides[axis]), result[i]);
@@ -97,8 +78,6 @@ Task by_rows(Tensor out, const std::array<Tensor, N>& ins, int64_t dim, Make mak
     return int{kSuccess};
   };
 }
-
-using Row = std::vector<double>;
 
 double log_of_sum(const Row& row) {
   const double top = *std::max_element(row.begin(), row.end());
@@ -109,170 +88,285 @@ double log_of_sum(const Row& row) {
 
 }  // namespace
 
-OPERATOR(aclnnSoftmax, (In self, int64_t dim, Out out), {
-  return by_rows(operand(out), std::array{operand(self)}, dim, [](const auto& rows, Row& result) {
-    const double whole = log_of_sum(rows[0]);
-    for (size_t i = 0; i < result.size(); ++i) result[i] = std::exp(rows[0][i] - whole);
-  });
+#define BY_ROWS(Name, ...) \
+  OPERATOR(aclnn##Name, (In self, int64_t dim, Out out), { \
+    return by_rows(operand(out), std::array{operand(self)}, dim, __VA_ARGS__); \
+  })
+#define BY_ROWS_BACKWARD(Name, ...) \
+  OPERATOR(aclnn##Name, (In grad, In output, int64_t dim, Out out), { \
+    return by_rows(operand(out), std::array{operand(grad), operand(output)}, dim, __VA_ARGS__); \
+  })
+BY_ROWS(Softmax, [](const auto& rows, Row& result) {
+  const double whole = log_of_sum(rows[0]);
+  for (size_t i = 0; i < result.size(); ++i) result[i] = std::exp(rows[0][i] - whole);
 })
-OPERATOR(aclnnLogSoftmax, (In self, int64_t dim, Out out), {
-  return by_rows(operand(out), std::array{operand(self)}, dim, [](const auto& rows, Row& result) {
-    const double whole = log_of_sum(rows[0]);
-    for (size_t i = 0; i < result.size(); ++i) result[i] = rows[0][i] - whole;
-  });
+BY_ROWS(LogSoftmax, [](const auto& rows, Row& result) {
+  const double whole = log_of_sum(rows[0]);
+  for (size_t i = 0; i < result.size(); ++i) result[i] = rows[0][i] - whole;
 })
-OPERATOR(aclnnSoftmaxBackward, (In grad, In output, int64_t dim, Out out), {
-  return by_rows(operand(out), std::array{operand(grad), operand(output)}, dim,
-                 [](const auto& rows, Row& result) {
-    const double dot = std::inner_product(rows[0].begin(), rows[0].end(), rows[1].begin(), 0.0);
-    for (size_t i = 0; i < result.size(); ++i) result[i] = rows[1][i] * (rows[0][i] - dot);
-  });
+BY_ROWS_BACKWARD(SoftmaxBackward, [](const auto& rows, Row& result) {
+  const double dot = std::inner_product(rows[0].begin(), rows[0].end(), rows[1].begin(), 0.0);
+  for (size_t i = 0; i < result.size(); ++i) result[i] = rows[1][i] * (rows[0][i] - dot);
 })
-OPERATOR(aclnnLogSoftmaxBackward, (In grad, In output, int64_t dim, Out out), {
-  return by_rows(operand(out), std::array{operand(grad), operand(output)}, dim,
-                 [](const auto& rows, Row& result) {
-    const double sum = std::accumulate(rows[0].begin(), rows[0].end(), 0.0);
-    for (size_t i = 0; i < result.size(); ++i)
-      result[i] = rows[0][i] - std::exp(rows[1][i]) * sum;
-  });
+BY_ROWS_BACKWARD(LogSoftmaxBackward, [](const auto& rows, Row& result) {
+  const double sum = std::accumulate(rows[0].begin(), rows[0].end(), 0.0);
+  for (size_t i = 0; i < result.size(); ++i) result[i] = rows[0][i] - std::exp(rows[1][i]) * sum;
 })
 
-// ---- by index
+// Each element of `dim` becomes `repeats` neighbours.
+OPERATOR(aclnnRepeatInterleaveIntWithDim, (In self, int64_t repeats, int64_t dim, int64_t, Out out), {
+  const Tensor from = operand(self);
+  Tensor to = operand(out);
+  const int64_t axis = wrap(dim, from.rank());
+  if (to.sizes[axis] != from.sizes[axis] * repeats) refuse("the output does not fit");
+  // The output with that dimension cut in two, the input the same for all of the second.
+  const int64_t step = to.strides[axis];
+  to = repeated(to, axis + 1, repeats);
+  to.strides[axis + 1] = step;
+  to.sizes[axis] = from.sizes[axis];
+  to.strides[axis] = step * repeats;
+  return copy(to, repeated(from, axis + 1, repeats));
+})
+
+// The best `k` of each row, the first of equals first.
+OPERATOR(aclnnTopk, (In self, int64_t k, int64_t dim, bool largest, bool, Out values, Out indices), {
+  const Tensor from = operand(self), best = operand(values), where = operand(indices);
+  const int64_t axis = wrap(dim, from.rank()), length = from.sizes[axis];
+  if (best.sizes != where.sizes || best.sizes[axis] != k || k > length) refuse("shapes differ");
+  return [=] {
+    Row row(length);
+    Ints order(length);
+    walk(narrow(from, axis, 0, 1).sizes, std::array<Ints, 3>{from.strides, best.strides, where.strides},
+         [&](const auto& at) {
+      for (int64_t i = 0; i < length; ++i)
+        row[i] = read<double>(from, at[0] + i * from.strides[axis]) * (largest ? 1 : -1);
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row[a] > row[b]; });
+      for (int64_t i = 0; i < k; ++i) {
+        store(best.dtype, best.at(at[1] + i * best.strides[axis]), row[order[i]] * (largest ? 1 : -1));
+        store(where.dtype, where.at(at[2] + i * where.strides[axis]), order[i]);
+      }
+    });
+    return int{kSuccess};
+  };
+})
+
+// ---- by index: one walk for all of them
 
 namespace {
 
-// The indices as numbers; out of range is an error of the task, as on the device.
-int64_t index_at(const Tensor& indices, int64_t offset) {
-  return load<int64_t>(indices.dtype, indices.at(offset));
+int nothing() { return kSuccess; }
+
+// Elements of `table` that indices choose: walked with `sizes`, `strides` step through the table
+// where no index does, and each index counts in steps of its own dimension. Out of range is an
+// error of the task, as on the device.
+struct Chosen {
+  Tensor table;
+  Ints sizes, strides;
+  struct Index {
+    Tensor numbers;
+    int64_t step, limit;
+  };
+  std::vector<Index> indices;
+
+  // visit(offset in the table, offset in `other`), in row-major order.
+  template <class Visit>
+  int each(const Tensor& other, Visit visit) const {
+    Ints places(count_of(sizes), 0), row_major(sizes.size(), 1);
+    for (size_t d = sizes.size(); d-- > 1;) row_major[d - 1] = row_major[d] * sizes[d];
+    int64_t wrong = 0, limit = 0;
+    for (const Index& index : indices)
+      walk(sizes, std::array<Ints, 2>{row_major, broadcast(index.numbers, sizes)},
+           [&](const auto& at) {
+        int64_t number = read<int64_t>(index.numbers, at[1]);
+        if (number < 0) number += index.limit;
+        if (number < 0 || number >= index.limit) {
+          wrong = number;
+          limit = index.limit;
+        }
+        places[at[0]] += number * index.step;
+      });
+    if (limit)
+      return fail(kAclnnParam, "index %lld of %lld", static_cast<long long>(wrong),
+                  static_cast<long long>(limit));
+    walk(sizes, std::array<Ints, 3>{row_major, strides, broadcast(other, sizes)},
+         [&](const auto& at) { visit(at[1] + places[at[0]], at[2]); });
+    return kSuccess;
+  }
+  Task read_into(Tensor out) const {
+    if (out.count() == 0) return nothing;
+    return [=, chosen = *this] {
+      return chosen.each(out, [&](int64_t from, int64_t to) {
+        std::memcpy(out.at(to), chosen.table.at(from), out.step());
+      });
+    };
+  }
+  // What is chosen several times adds up.
+  Task add(Tensor values, double alpha) const {
+    if (values.count() == 0) return nothing;
+    return [=, chosen = *this] {
+      const Tensor& t = chosen.table;
+      return chosen.each(values, [&](int64_t to, int64_t from) {
+        store(t.dtype, t.at(to), read<double>(t, to) + alpha * read<double>(values, from));
+      });
+    };
+  }
+};
+
+// table[indices]: neighbouring dimensions from `first` on have an index each. The indices' common
+// shape stands in their place.
+Chosen by_indices(Tensor table, int64_t first, std::vector<Tensor> numbers) {
+  Ints shape;
+  for (const Tensor& n : numbers)
+    if (n.rank() > static_cast<int64_t>(shape.size())) shape.resize(n.rank(), 1);
+  for (const Tensor& n : numbers)
+    for (int64_t d = 1; d <= n.rank(); ++d)
+      shape[shape.size() - d] = std::max(shape[shape.size() - d], n.sizes[n.rank() - d]);
+  const int64_t last = first + static_cast<int64_t>(numbers.size());
+  const auto part = [](const Ints& all, int64_t from, int64_t to) {
+    return Ints(all.begin() + from, all.begin() + to);
+  };
+  Chosen chosen{table, part(table.sizes, 0, first), part(table.strides, 0, first), {}};
+  chosen.sizes.insert(chosen.sizes.end(), shape.begin(), shape.end());
+  chosen.strides.resize(chosen.sizes.size(), 0);
+  for (int64_t d = last; d < table.rank(); ++d) {
+    chosen.sizes.push_back(table.sizes[d]);
+    chosen.strides.push_back(table.strides[d]);
+  }
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    Tensor n = numbers[i];
+    for (int64_t d = last; d < table.rank(); ++d) n = repeated(n, n.rank(), table.sizes[d]);
+    chosen.indices.push_back({n, table.strides[first + i], table.sizes[first + i]});
+  }
+  return chosen;
 }
 
-int out_of_range(const char* name, int64_t index, int64_t size) {
-  return fail(kAclnnParam, "%s: index %lld of %lld", name, static_cast<long long>(index),
-              static_cast<long long>(size));
+// A dimension without an index has an empty one; where all are empty, nothing is chosen.
+Chosen by_indices(Tensor table, const std::vector<Tensor>& given) {
+  const auto real = [](const Tensor& t) { return t.count() > 0; };
+  const auto first = std::find_if(given.begin(), given.end(), real);
+  const auto last = std::find_if_not(first, given.end(), real);
+  if (std::any_of(last, given.end(), real)) refuse("indices of dimensions that are not neighbours");
+  if (first == given.end()) return {};
+  return by_indices(table, first - given.begin(), {first, last});
+}
+
+// One number for each element of `numbers`, which has as many dimensions as the table (gather).
+Chosen by_element(Tensor table, int64_t dim, Tensor numbers) {
+  const int64_t axis = wrap(dim, table.rank());
+  Chosen chosen{table, numbers.sizes, table.strides, {}};
+  chosen.indices.push_back({numbers, table.strides[axis], table.sizes[axis]});
+  chosen.strides[axis] = 0;
+  return chosen;
 }
 
 }  // namespace
 
-OPERATOR(aclnnEmbedding, (In weight, In indices, Out out), {
-  const Tensor table = operand(weight), where = operand(indices), to = operand(out);
-  const std::array<Ints, 2> strides{Ints(to.strides.begin(), to.strides.end() - 1), where.strides};
-  return [=] {
-    int code = kSuccess;
-    walk(where.sizes, strides, [&](const auto& at) {
-      const int64_t index = index_at(where, at[1]);
-      if (index < 0 || index >= table.sizes[0]) {
-        code = out_of_range("aclnnEmbedding", index, table.sizes[0]);
-        return;
-      }
-      for (int64_t k = 0; k < table.sizes[1]; ++k)
-        std::memcpy(to.at(at[0] + k * to.strides.back()),
-                    table.at(index * table.strides[0] + k * table.strides[1]), to.step());
-    });
-    return code;
-  };
-})
+OPERATOR(aclnnEmbedding, (In weight, In indices, Out out),
+         { return by_indices(operand(weight), 0, {operand(indices)}).read_into(operand(out)); })
 OPERATOR(aclnnEmbeddingDenseBackward,
          (In grad, In indices, uint64_t, uint64_t padding, bool scale, Out out), {
-  const Tensor from = operand(grad), where = operand(indices), to = operand(out);
-  if (scale) refuse("scale_grad_by_freq is not simulated");
-  const std::array<Ints, 2> strides{Ints(from.strides.begin(), from.strides.end() - 1),
-                                    where.strides};
-  return [=] {
-    const int64_t width = to.sizes[1];
-    std::vector<double> sums(to.sizes[0] * width, 0);
-    int code = kSuccess;
-    walk(where.sizes, strides, [&](const auto& at) {
-      const int64_t index = index_at(where, at[1]);
-      if (index == static_cast<int64_t>(padding)) return;
-      if (index < 0 || index >= to.sizes[0]) {
-        code = out_of_range("aclnnEmbeddingDenseBackward", index, to.sizes[0]);
-        return;
-      }
-      for (int64_t k = 0; k < width; ++k)
-        sums[index * width + k] +=
-            load<double>(from.dtype, from.at(at[0] + k * from.strides.back()));
+  if (scale || padding < uint64_t{1} << 62) refuse("padding and scaling are not simulated");
+  const Tensor to = operand(out);
+  return in_turn({fill(to, {0, 0}), by_indices(to, 0, {operand(indices)}).add(operand(grad), 1)});
+})
+OPERATOR(aclnnIndex, (In self, List indices, Out out),
+         { return by_indices(operand(self), operand(indices)).read_into(operand(out)); })
+OPERATOR(aclnnIndexPutImpl, (Out self, List indices, In values, bool accumulate, bool), {
+  if (!accumulate) refuse("only accumulation is simulated");
+  return by_indices(operand(self), operand(indices)).add(operand(values), 1);
+})
+OPERATOR(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), {
+  const Tensor from = operand(self);
+  return by_indices(from, wrap(dim, from.rank()), {operand(index)}).read_into(operand(out));
+})
+OPERATOR(aclnnIndexAdd, (In self, int64_t dim, In index, In source, Number alpha, Out out), {
+  const Tensor to = operand(out);
+  return in_turn({copy(to, operand(self)), by_indices(to, wrap(dim, to.rank()), {operand(index)})
+                                               .add(operand(source), operand(alpha).real)});
+})
+OPERATOR(aclnnGather, (In self, int64_t dim, In index, Out out),
+         { return by_element(operand(self), dim, operand(index)).read_into(operand(out)); })
+OPERATOR(aclnnScatterAdd, (In self, int64_t dim, In index, In source, Out out), {
+  const Tensor to = operand(out);
+  return in_turn({copy(to, operand(self)), by_element(to, dim, operand(index)).add(operand(source), 1)});
+})
+OPERATOR(aclnnBincount, (In self, In weights, int64_t, Out out), {
+  if (weights) refuse("weights are not simulated");
+  const Tensor to = operand(out);
+  return in_turn({fill(to, {0, 0}), [=, chosen = by_indices(to, 0, {operand(self)})] {
+    return chosen.each(chosen.indices[0].numbers, [&](int64_t at, int64_t) {
+      store(to.dtype, to.at(at), read<int64_t>(to, at) + 1);
     });
-    size_t i = 0;
-    walk(to.sizes, std::array<Ints, 1>{to.strides},
-         [&](const auto& at) { store(to.dtype, to.at(at[0]), sums[i++]); });
-    return code;
-  };
+  }});
 })
-
-// Each element of `dim` becomes `repeats` neighbours; backwards they are summed.
-OPERATOR(aclnnRepeatInterleaveIntWithDim, (In self, int64_t repeats, int64_t dim, int64_t, Out out), {
+// The places of what is not zero, a row for each; how many there are shows only when it has run.
+OPERATOR(aclnnNonzero, (In self, Out out), {
   const Tensor from = operand(self), to = operand(out);
-  const int64_t axis = wrap(dim, from.rank());
-  if (to.sizes[axis] != from.sizes[axis] * repeats) refuse("the output does not fit");
-  std::vector<Task> tasks;
-  for (int64_t i = 0; i < to.sizes[axis]; ++i)
-    tasks.push_back(copy(narrow(to, axis, i, 1), narrow(from, axis, i / repeats, 1)));
-  return for_each(tasks.size(), [&](size_t i) { return tasks[i]; });
-})
-OPERATOR(aclnnRepeatInterleaveGrad, (In grad, In repeats, int64_t dim, Out out), {
-  const Tensor from = operand(grad), counts = operand(repeats), to = operand(out);
-  const int64_t axis = wrap(dim, from.rank());
+  Ints row_major(from.sizes.size(), 1);
+  for (size_t d = from.sizes.size(); d-- > 1;) row_major[d - 1] = row_major[d] * from.sizes[d];
   return [=] {
-    if (int code = fill(to, {0, 0})()) return code;
-    int64_t next = 0;
-    for (int64_t i = 0; i < to.sizes[axis]; ++i) {
-      const Tensor target = narrow(to, axis, i, 1);
-      const int64_t at = counts.count() == 1 ? 0 : i * counts.strides[0];
-      for (int64_t n = index_at(counts, at); n > 0; --n) {
-        const Tensor part = narrow(from, axis, next++, 1);
-        const auto add = [](auto x, auto y) { return static_cast<decltype(x)>(x + y); };
-        if (int code = elementwise(target, add, target, part)()) return code;
-      }
-    }
+    int64_t found = 0;
+    walk(from.sizes, std::array<Ints, 2>{from.strides, row_major}, [&](const auto& at) {
+      if (read<double>(from, at[0]) == 0) return;
+      for (int64_t d = 0; d < from.rank(); ++d)
+        store(to.dtype, to.at(found * to.strides[0] + d * to.strides[1]),
+              at[1] / row_major[d] % from.sizes[d]);
+      ++found;
+    });
+    out->sizes[0] = found;
     return int{kSuccess};
   };
 })
 
 // ---- cross entropy; reductions are 0 none, 1 mean, 2 sum
 
+namespace {
+
+// For each row of `scores`: the offset of its label, and the weight of that label; visit(row,
+// offset, weight). Rows whose label is `ignored` are left out.
+template <class Visit>
+int each_label(const Tensor& scores, const Tensor& labels, const Tensor& weights, int64_t ignored,
+               Visit visit) {
+  for (int64_t i = 0; i < scores.sizes[0]; ++i) {
+    const int64_t label = read<int64_t>(labels, i * labels.strides[0]);
+    if (label == ignored) continue;
+    if (label < 0 || label >= scores.sizes[1])
+      return fail(kAclnnParam, "label %lld of %lld", static_cast<long long>(label),
+                  static_cast<long long>(scores.sizes[1]));
+    visit(i, i * scores.strides[0] + label * scores.strides[1],
+          read<double>(weights, label * weights.strides[0]));
+  }
+  return kSuccess;
+}
+
+}  // namespace
+
 OPERATOR(aclnnNLLLoss, (In self, In target, In weight, int64_t reduction, int64_t ignored, Out out,
                         Out total_weight), {
-  const Tensor from = operand(self), where = operand(target), weights = operand(weight);
+  const Tensor scores = operand(self), labels = operand(target), weights = operand(weight);
   const Tensor to = operand(out), total = operand(total_weight);
-  if (from.rank() != 2) refuse("only rows of scores are simulated");
+  if (scores.rank() != 2 || reduction == 0) refuse("only a sum or mean over rows is simulated");
   return [=] {
     double sum = 0, weight_sum = 0;
-    for (int64_t i = 0; i < from.sizes[0]; ++i) {
-      const int64_t label = index_at(where, i * where.strides[0]);
-      double loss = 0;
-      if (label != ignored) {
-        if (label < 0 || label >= from.sizes[1])
-          return out_of_range("aclnnNLLLoss", label, from.sizes[1]);
-        const double w = load<double>(weights.dtype, weights.at(label * weights.strides[0]));
-        loss = -w * load<double>(from.dtype, from.at(i * from.strides[0] + label * from.strides[1]));
-        sum += loss;
-        weight_sum += w;
-      }
-      if (reduction == 0) store(to.dtype, to.at(i * to.strides[0]), loss);
-    }
-    if (reduction != 0) store(to.dtype, to.data, reduction == 1 ? sum / weight_sum : sum);
+    const int code = each_label(scores, labels, weights, ignored, [&](int64_t, int64_t at, double w) {
+      sum -= w * read<double>(scores, at);
+      weight_sum += w;
+    });
+    store(to.dtype, to.data, reduction == 1 ? sum / weight_sum : sum);
     store(total.dtype, total.data, weight_sum);
-    return int{kSuccess};
+    return code;
   };
 })
 OPERATOR(aclnnNLLLossBackward, (In grad, In self, In target, In weight, int64_t reduction,
                                 int64_t ignored, In total_weight, Out out), {
-  const Tensor g = operand(grad), where = operand(target), weights = operand(weight);
+  const Tensor g = operand(grad), labels = operand(target), weights = operand(weight);
   const Tensor total = operand(total_weight), to = operand(out);
-  if (operand(self).sizes != to.sizes) refuse("shapes differ");
-  return [=] {
-    if (int code = fill(to, {0, 0})()) return code;
-    for (int64_t i = 0; i < to.sizes[0]; ++i) {
-      const int64_t label = index_at(where, i * where.strides[0]);
-      if (label == ignored) continue;
-      if (label < 0 || label >= to.sizes[1])
-        return out_of_range("aclnnNLLLossBackward", label, to.sizes[1]);
-      const double w = load<double>(weights.dtype, weights.at(label * weights.strides[0]));
-      const int64_t from = reduction == 0 ? i * g.strides[0] : 0;
-      double value = -w * load<double>(g.dtype, g.at(from));
-      if (reduction == 1) value /= load<double>(total.dtype, total.data);
-      store(to.dtype, to.at(i * to.strides[0] + label * to.strides[1]), value);
-    }
-    return int{kSuccess};
-  };
+  if (operand(self).sizes != to.sizes || reduction == 0) refuse("only a sum or mean is simulated");
+  return in_turn({fill(to, {0, 0}), [=] {
+    const double scale = read<double>(g, 0) / (reduction == 1 ? read<double>(total, 0) : 1);
+    return each_label(to, labels, weights, ignored, [&](int64_t, int64_t at, double w) {
+      store(to.dtype, to.at(at), -w * scale);
+    });
+  }});
 })

@@ -190,42 +190,12 @@ API int aclGetDeviceCapability(uint32_t, int, int64_t* value) {
   *value = 20;
   return kSuccess;
 }
-API int aclrtGetDeviceInfo(uint32_t, int attribute, int64_t* value) {
-  *value = attribute == 0 ? 20 : 40;
-  return kSuccess;
-}
 API int aclrtGetSysParamOpt(int, int64_t* value) {
   *value = 0;
   return kSuccess;
 }
 API int aclrtGetLastError(int) { return kSuccess; }
 API int aclrtPeekAtLastError(int) { return kSuccess; }
-
-// ---- settings and profiling marks without an effect on data
-#define ACCEPTED(name) \
-  API int name() { return kSuccess; }
-ACCEPTED(aclmdlInitDump)
-ACCEPTED(aclmdlSetDump)
-ACCEPTED(aclmdlFinalizeDump)
-ACCEPTED(aclSetCompileopt)
-ACCEPTED(aclrtSetSysParamOpt)
-ACCEPTED(aclrtCtxSetSysParamOpt)
-ACCEPTED(aclrtSetDeviceSatMode)
-ACCEPTED(aclrtSetOpExecuteTimeOut)
-ACCEPTED(aclrtSetOpWaitTimeout)
-ACCEPTED(aclrtSetStreamAttribute)
-ACCEPTED(aclrtSetStreamFailureMode)
-ACCEPTED(aclrtDeviceEnablePeerAccess)
-ACCEPTED(aclrtSubscribeReport)
-ACCEPTED(aclrtUnSubscribeReport)
-ACCEPTED(aclrtUseStreamResInCurrentThread)
-ACCEPTED(aclrtUnuseStreamResInCurrentThread)
-ACCEPTED(MsprofGetHashId)
-ACCEPTED(MsprofRegisterCallback)
-ACCEPTED(MsprofReportAdditionalInfo)
-ACCEPTED(MsprofReportApi)
-ACCEPTED(MsprofReportCompactInfo)
-ACCEPTED(MsprofSysCycleTime)
 
 API void aclAppLog(int level, const char*, const char*, uint32_t, const char* format, ...) {
   static const long from = setting("NPUSIM_LOG", 9);  // 0 debug .. 3 error
@@ -240,54 +210,42 @@ API void aclAppLog(int level, const char*, const char*, uint32_t, const char* fo
 // ---- the older operator path: descriptors are inert, execution names the operator and fails
 namespace {
 char inert;
-int not_an_operator(const char* name) {
-  return fail(kOpNotFound, "operator %s is not simulated", name);
 }
-}  // namespace
 API void* aclCreateTensorDesc(int, int, const int64_t*, int) { return &inert; }
 API void aclDestroyTensorDesc(void*) {}
 API void* aclCreateDataBuffer(void*, size_t) { return &inert; }
-API int aclDestroyDataBuffer(void*) { return kSuccess; }
 API void* aclopCreateAttr() { return &inert; }
 API void aclopDestroyAttr(void*) {}
-ACCEPTED(aclSetTensorDescName)
-ACCEPTED(aclSetTensorFormat)
-ACCEPTED(aclSetTensorPlaceMent)
-ACCEPTED(aclSetTensorShape)
-ACCEPTED(aclopSetAttrBool)
-ACCEPTED(aclopSetAttrDataType)
-ACCEPTED(aclopSetAttrFloat)
-ACCEPTED(aclopSetAttrInt)
-ACCEPTED(aclopSetAttrListBool)
-ACCEPTED(aclopSetAttrListFloat)
-ACCEPTED(aclopSetAttrListInt)
-ACCEPTED(aclopSetAttrListListInt)
-ACCEPTED(aclopSetAttrString)
-API int aclopCompileAndExecute(const char* name) { return not_an_operator(name); }
-API int aclopCompileAndExecuteV2(const char* name) { return not_an_operator(name); }
+API int aclopCompileAndExecute(const char* name) {
+  return fail(kOpNotFound, "operator %s is not simulated", name);
+}
+API int aclopCompileAndExecuteV2(const char* name) { return aclopCompileAndExecute(name); }
+
+// ---- settings, marks of the profiler and fields of inert descriptors: no effect on data
+#define ACCEPTED(X) \
+  X(aclmdlInitDump) X(aclmdlSetDump) X(aclmdlFinalizeDump) X(aclSetCompileopt) \
+  X(aclrtCtxSetSysParamOpt) X(aclrtSetDeviceSatMode) X(aclrtSetOpExecuteTimeOut) \
+  X(aclrtSetOpWaitTimeout) X(aclrtSetStreamFailureMode) X(aclrtDeviceEnablePeerAccess) \
+  X(MsprofGetHashId) X(MsprofRegisterCallback) X(MsprofReportAdditionalInfo) X(MsprofReportApi) \
+  X(MsprofReportCompactInfo) X(MsprofSysCycleTime) X(aclSetTensorDescName) \
+  X(aclSetTensorFormat) X(aclSetTensorPlaceMent) X(aclSetTensorShape) X(aclopSetAttrBool) \
+  X(aclopSetAttrDataType) X(aclopSetAttrFloat) X(aclopSetAttrInt) X(aclopSetAttrListBool) \
+  X(aclopSetAttrListFloat) X(aclopSetAttrListInt) X(aclopSetAttrListListInt) \
+  X(aclopSetAttrString) X(aclDestroyDataBuffer)
 
 // ---- linked against, not simulated
-#define NOT_SIMULATED(name) \
+#define NOT_SIMULATED(X) \
+  X(aclGetTensorDescDimV2) X(aclGetTensorDescFormat) X(aclGetTensorDescNumDims) \
+  X(aclGetTensorDescType) X(aclrtBinaryGetFunction) X(aclrtBinaryLoadFromData) \
+  X(aclrtEventElapsedTime) X(aclrtFreePhysical) X(aclrtGetFunctionAddr) X(aclrtMallocPhysical) \
+  X(aclrtMapMem) X(aclrtMemExportToShareableHandle) X(aclrtMemImportFromShareableHandle) \
+  X(aclrtMemSetPidToShareableHandle) X(aclrtProcessReport) X(aclrtReleaseMemAddress) \
+  X(aclrtReserveMemAddress) X(aclrtUnmapMem) X(rtDevBinaryRegister) X(rtFunctionRegister) \
+  X(rtGetC2cCtrlAddr) X(rtKernelLaunch)
+
+#define ACCEPT(name) \
+  API int name() { return kSuccess; }
+#define REFUSE(name) \
   API int name() { return fail(kNotSimulated, #name " is not simulated"); }
-NOT_SIMULATED(aclGetTensorDescDimV2)
-NOT_SIMULATED(aclGetTensorDescFormat)
-NOT_SIMULATED(aclGetTensorDescNumDims)
-NOT_SIMULATED(aclGetTensorDescType)
-NOT_SIMULATED(aclrtBinaryGetFunction)
-NOT_SIMULATED(aclrtBinaryLoadFromData)
-NOT_SIMULATED(aclrtEventElapsedTime)
-NOT_SIMULATED(aclrtFreePhysical)
-NOT_SIMULATED(aclrtGetFunctionAddr)
-NOT_SIMULATED(aclrtMallocPhysical)
-NOT_SIMULATED(aclrtMapMem)
-NOT_SIMULATED(aclrtMemExportToShareableHandle)
-NOT_SIMULATED(aclrtMemImportFromShareableHandle)
-NOT_SIMULATED(aclrtMemSetPidToShareableHandle)
-NOT_SIMULATED(aclrtProcessReport)
-NOT_SIMULATED(aclrtReleaseMemAddress)
-NOT_SIMULATED(aclrtReserveMemAddress)
-NOT_SIMULATED(aclrtUnmapMem)
-NOT_SIMULATED(rtDevBinaryRegister)
-NOT_SIMULATED(rtFunctionRegister)
-NOT_SIMULATED(rtGetC2cCtrlAddr)
-NOT_SIMULATED(rtKernelLaunch)
+ACCEPTED(ACCEPT)
+NOT_SIMULATED(REFUSE)

@@ -220,13 +220,6 @@ API int aclrtStreamGetId(void* handle, int* id) {
   *id = resolve(handle).id;
   return kSuccess;
 }
-API int aclrtLaunchCallback(void (*function)(void*), void* data, int, void* stream) {
-  ENTER("aclrtLaunchCallback");
-  return submit(stream, [=] {
-    function(data);
-    return kSuccess;
-  });
-}
 
 API int aclrtCreateEventExWithFlag(void** out, uint32_t) {
   ENTER("aclrtCreateEvent");

@@ -1,7 +1,7 @@
 // The containers that torch_npu hands to an operator, and how operators walk over elements.
 //
-// Every container is kept in a registry, so that an argument of the wrong kind - a signature that
-// differs from torch_npu's - is refused by name instead of being read as something that it is not.
+// Every container is registered, so that an argument of the wrong kind - a signature that differs
+// from torch_npu's - is refused by name instead of being read as something that it is not.
 #pragma once
 
 #include <array>
@@ -14,32 +14,43 @@
 
 using Ints = std::vector<int64_t>;
 
-struct aclTensor {
+struct Container {
+  Container();
+  virtual ~Container();
+};
+struct aclTensor : Container {
   Ints sizes, strides;
   int64_t offset;  // in elements
   int dtype;
   void* storage;
 };
-struct aclScalar {
+struct aclScalar : Container {
   int dtype;
   double real;
   int64_t whole;
 };
-struct aclIntArray { Ints values; };
-struct aclBoolArray { std::vector<char> values; };
-struct aclFloatArray { std::vector<float> values; };
-struct aclTensorList { std::vector<const aclTensor*> items; };
-struct aclScalarList { std::vector<const aclScalar*> items; };
+template <class T>
+struct Items : Container {
+  std::vector<T> values;
+};
+struct aclIntArray : Items<int64_t> {};
+struct aclTensorList : Items<const aclTensor*> {};
+struct aclScalarList : Items<const aclScalar*> {};
 struct aclOpExecutor { sim::Task task; };
 
 namespace sim {
 
 // Thrown while an operator is planned; becomes the error of its first phase.
 struct Refused {
-  int code;
   std::string why;
 };
-[[noreturn]] inline void refuse(const std::string& why) { throw Refused{kAclnnParam, why}; }
+[[noreturn]] inline void refuse(const std::string& why) { throw Refused{why}; }
+
+inline int64_t count_of(const Ints& sizes) {
+  int64_t n = 1;
+  for (int64_t size : sizes) n *= size;
+  return n;
+}
 
 // ---- operands: what a task keeps, with addresses in the simulator's own mapping
 
@@ -49,12 +60,9 @@ struct Tensor {
   char* data;  // of the first element
 
   int64_t rank() const { return static_cast<int64_t>(sizes.size()); }
-  int64_t count() const {
-    int64_t n = 1;
-    for (int64_t size : sizes) n *= size;
-    return n;
-  }
+  int64_t count() const { return count_of(sizes); }
   size_t step() const { return size_of(dtype); }
+  char* at(int64_t elements) const { return data + elements * static_cast<int64_t>(step()); }
   bool dense() const {
     int64_t expected = 1;
     for (int64_t d = rank() - 1; d >= 0; --d) {
@@ -63,16 +71,11 @@ struct Tensor {
     }
     return true;
   }
-  char* at(int64_t elements) const { return data + elements * static_cast<int64_t>(step()); }
 };
 
 struct Scalar {
   double real;
   int64_t whole;
-  template <class T>
-  T as() const {
-    return std::is_integral_v<T> ? static_cast<T>(whole) : static_cast<T>(real);
-  }
 };
 
 Tensor operand(const aclTensor* tensor);
@@ -81,13 +84,24 @@ Ints operand(const aclIntArray* array);  // empty for a null pointer
 std::vector<Tensor> operand(const aclTensorList* list);
 std::vector<Scalar> operand(const aclScalarList* list);
 
+// What an elementwise operator reads: a tensor, or a scalar that is the same everywhere.
+inline int dtype_of(const Tensor& t) { return t.dtype; }
+inline int dtype_of(const Scalar&) { return kBool; }  // the tensors decide the working type
+template <class T>
+T read(const Tensor& t, int64_t offset) { return load<T>(t.dtype, t.at(offset)); }
+template <class T>
+T read(const Scalar& s, int64_t) {
+  return std::is_integral_v<T> ? static_cast<T>(s.whole) : static_cast<T>(s.real);
+}
+
 // `dim` counted from the front.
 inline int64_t wrap(int64_t dim, int64_t rank) {
   if (dim < -rank || dim >= rank) refuse("dimension " + std::to_string(dim) + " out of range");
   return dim < 0 ? dim + rank : dim;
 }
 
-// Strides of `t` seen with `sizes`, 0 where it is broadcast.
+// Strides of an operand seen with `sizes`, 0 where it is broadcast.
+inline Ints broadcast(const Scalar&, const Ints& sizes) { return Ints(sizes.size(), 0); }
 inline Ints broadcast(const Tensor& t, const Ints& sizes) {
   const int64_t extra = static_cast<int64_t>(sizes.size()) - t.rank();
   if (extra < 0) refuse("an input has more dimensions than the output");
@@ -103,8 +117,7 @@ inline Ints broadcast(const Tensor& t, const Ints& sizes) {
 // Call `visit(offsets)` for each index of `sizes`, in row-major order; offsets are in elements.
 template <size_t N, class Visit>
 void walk(const Ints& sizes, const std::array<Ints, N>& strides, Visit visit) {
-  int64_t total = 1;
-  for (int64_t size : sizes) total *= size;
+  const int64_t total = count_of(sizes);
   Ints index(sizes.size(), 0);
   std::array<int64_t, N> offsets{};
   for (int64_t k = 0; k < total; ++k) {
@@ -119,8 +132,8 @@ void walk(const Ints& sizes, const std::array<Ints, N>& strides, Visit visit) {
   }
 }
 
-// The type arithmetic is done in: double if any operand is double, float if any is floating,
-// else int64. `body` gets a value of that type.
+// `body` gets a value of the type arithmetic is done in: double if any operand is double, float if
+// any is floating, else int64.
 template <class Body>
 void in_working_type(std::initializer_list<int> dtypes, Body body) {
   bool any_double = false, any_floating = false;
@@ -134,17 +147,17 @@ void in_working_type(std::initializer_list<int> dtypes, Body body) {
 }
 
 // out = f(inputs...), elementwise, with broadcasting. Shapes are checked when this is called, the
-// arithmetic runs when the task does.
+// arithmetic runs when the task does. `f` may return any number: storing converts it.
 template <class F, class... In>
 Task elementwise(Tensor out, F f, In... in) {
   std::array<Ints, 1 + sizeof...(In)> strides{out.strides, broadcast(in, out.sizes)...};
   return [=] {
-    in_working_type({out.dtype, in.dtype...}, [&](auto zero) {
+    in_working_type({out.dtype, dtype_of(in)...}, [&](auto zero) {
       using T = decltype(zero);
       walk(out.sizes, strides, [&](const auto& offsets) {
         size_t n = 0;
         // Braces: evaluated left to right.
-        const std::array<T, sizeof...(In)> values{load<T>(in.dtype, in.at(offsets[++n]))...};
+        const std::array<T, sizeof...(In)> values{read<T>(in, offsets[++n])...};
         store(out.dtype, out.at(offsets[0]), std::apply(f, values));
       });
     });
@@ -152,12 +165,9 @@ Task elementwise(Tensor out, F f, In... in) {
   };
 }
 
-// Tasks for each position of lists of equal length, as one task.
-template <class Make>
-Task for_each(size_t count, Make make) {
-  std::vector<Task> tasks;
-  for (size_t i = 0; i < count; ++i) tasks.push_back(make(i));
-  return [=] {
+// One task after the other.
+inline Task in_turn(std::vector<Task> tasks) {
+  return [tasks = std::move(tasks)] {
     for (const Task& task : tasks)
       if (int code = task()) return code;
     return int{kSuccess};

@@ -237,10 +237,111 @@ def test_a_small_language_model_learns_as_on_the_cpu():
         assert torch.allclose(p.grad, q.grad.cpu(), rtol=1e-3, atol=1e-6), name
 
 
+def test_experts_learn_as_on_the_cpu():
+    """Loss and every gradient of the reference job's Qwen3 with experts, and how it moves them."""
+    from torchtitan_ckpt.train.models.config import Qwen3Config
+    from torchtitan_ckpt.train.models.moe import MoE
+
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=10,
+        intermediate_size=26,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=7,
+        num_experts=12,
+        num_experts_per_tok=3,
+        model_type="qwen3_moe",
+        load_balance_coeff=0.01,
+    )
+    torch.manual_seed(0)
+    host = MoE(config)
+    for p in host.parameters():
+        nn.init.normal_(p, std=0.5)
+    npu = copy.deepcopy(host).to(NPU)
+    x = data((2, 9, 10), torch.float32)
+    for model in (host, npu):
+        model(x.to(next(model.parameters()).device)).pow(2).mean().backward()
+        model.move_bias()
+    for (name, p), q in zip(host.named_parameters(), npu.named_parameters(), strict=True):
+        assert p.grad is not None
+        assert p.grad.abs().max() > 0, name
+        worst = (p.grad - q[1].grad.cpu()).abs().max() / p.grad.abs().max()
+        assert worst < 1e-6, name
+    assert torch.allclose(host.expert_bias_E, npu.expert_bias_E.cpu())
+    assert host.expert_bias_E.abs().max() > 0
+
+
+BY_INDEX = {
+    "rows": lambda x, i, j: x[i],
+    "pairs": lambda x, i, j: x[i, j],
+    "block": lambda x, i, j: x[:, i[:, None], j],
+    "negative": lambda x, i, j: x[-i - 1],
+    "gather": lambda x, i, j: x.gather(1, i[:, None, None].expand(-1, 2, x.shape[2])),
+    "select": lambda x, i, j: x.index_select(1, j),
+    "index_add": lambda x, i, j: x.index_add(1, j, x[:, : len(j)], alpha=0.5),
+    "scatter_add": lambda x, i, j: x.scatter_add(
+        2, j[None, :, None].expand(2, -1, 2), x[:2, : len(j), :2]
+    ),
+    "nonzero": lambda x, i, j: torch.stack(torch.where(x > 0)),
+    "none_at_all": lambda x, i, j: torch.stack(torch.where(x > 1e9)),
+    "bincount": lambda x, i, j: torch.bincount(torch.cat([i, j]), minlength=9),
+    "sign": lambda x, i, j: x.sign(),
+    "repeat": lambda x, i, j: x.transpose(0, 2).repeat_interleave(3, 1),
+}
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_operators_by_index_are_exact(name: str):
+    """Forwards bit for bit; backwards what is chosen twice adds up."""
+    call = BY_INDEX[name]
+    x, i, j = data((4, 5, 7), torch.float32), torch.tensor([3, 0, 3, 1]), torch.tensor([4, 1, 0, 1])
+    ours, theirs = x.to(NPU).requires_grad_(), x.clone().requires_grad_()
+    out = call(ours, i.to(NPU), j.to(NPU))
+    want = call(theirs, i, j)
+    assert torch.equal(out.cpu(), want)
+    if want.requires_grad and name != "sign":
+        grad = data(tuple(want.shape), torch.float32, seed=1).abs()
+        out.backward(grad.to(NPU))
+        want.backward(grad)
+        assert ulps(ours.grad.cpu(), theirs.grad) <= 2
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_topk(dtype: torch.dtype, largest: bool):
+    x = torch.randperm(60, generator=torch.Generator().manual_seed(3)).reshape(5, 12).to(dtype)
+    x[0] = 7  # equals: the first of them first
+    values, places = x.to(NPU).topk(4, dim=1, largest=largest)
+    want = x[1:].topk(4, dim=1, largest=largest)
+    assert torch.equal(values[1:].cpu(), want.values)
+    assert torch.equal(places[1:].cpu(), want.indices)
+    assert places[0].tolist() == [0, 1, 2, 3]
+    flipped = x.t().contiguous().to(NPU).topk(4, dim=0, largest=largest)
+    assert torch.equal(flipped.values.t().cpu(), values.cpu())
+
+
 def test_an_index_out_of_range_is_an_error():
     table = torch.ones(5, 3, device=NPU)
-    with pytest.raises(RuntimeError, match="index 5 of 5"):
-        nn.functional.embedding(torch.tensor([1, 5], device=NPU), table).cpu()
+    five = torch.tensor([1, 5], device=NPU)
+    for call in (
+        lambda: nn.functional.embedding(five, table),
+        lambda: table[five],
+        lambda: table.index_add(0, five, table[:2]),
+    ):
+        with pytest.raises(RuntimeError, match="index 5 of 5"):
+            call().cpu()
+
+
+def test_what_an_operator_leaves_out_is_refused():
+    """Arguments that would change the result and are not simulated never pass in silence."""
+    x, i = torch.ones(5, 3, device=NPU), torch.tensor([1, 2], device=NPU)
+    with pytest.raises(RuntimeError, match="only accumulation"):
+        x.index_put_((i,), torch.ones(2, 3, device=NPU))
+    with pytest.raises(RuntimeError, match="weights"):
+        torch.bincount(i, weights=torch.ones(2, device=NPU))
 
 
 # ------------------------------------------------------------------ torch_npu's own differences
