@@ -99,7 +99,7 @@ def inspect(path: str, *, trust: bool = False) -> Inspection:
         nbytes=manifest.nbytes,
         dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         groups=tuple(_groups(manifest)),
-        objects=tuple(group_keys(manifest.objects)),
+        objects=tuple(_objects(manifest.objects)),
         files=tuple(_files(manifest)),
         quantization=_quantization(manifest),
         family=_family(path, manifest),
@@ -113,6 +113,21 @@ def groups_of(keys: Iterable[str]) -> list[list[str]]:
     for key in keys:
         groups.setdefault(key_template(key), []).append(key)
     return list(groups.values())
+
+
+_HYPERPARAMETERS = "optimizer.param_groups."
+
+
+def _objects(keys: Iterable[str]) -> Iterable[tuple[str, int]]:
+    """Objects in groups, with their numbers. An optimizer's hyperparameters lie there once for each
+    parameter, whatever it is called: the parameter is left open."""
+    counts: dict[str, int] = {}
+    for key in keys:
+        if key.startswith(_HYPERPARAMETERS):
+            key = f"{_HYPERPARAMETERS}*.{key.rpartition('.')[2]}"
+        counts[key] = counts.get(key, 0) + 1
+    for name, count in group_keys(counts):
+        yield name, counts.get(name, count)
 
 
 def size_text(count: int) -> str:

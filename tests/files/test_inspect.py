@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.files.dcp_lab import GOLDEN, some_state, torch_save
+from tests.files.toy import Job
 from torchtitan_ckpt.cli import main
 from torchtitan_ckpt.guess import guess_family
 from torchtitan_ckpt.inspection import inspect
@@ -33,7 +34,8 @@ def test_a_dcp_is_shown_with_its_groups_shards_files_and_states(capsys):
     row = next(line for line in out.splitlines() if line.startswith("rows "))
     assert row.split() == ["rows", "1", "float32", "[10,", "3]", "120", "B", "4", "4"]
     assert "split        4 files of" in out
-    assert "object       dataloader.dp_rank_0" in out
+    below = out.partition("tensors   ")[2].partition("objects        ")[2]
+    assert "  dataloader.dp_rank_0" in below
 
 
 def test_keys_are_grouped_by_number_shape_and_dtype(tmp_path):
@@ -191,3 +193,65 @@ def test_what_is_no_checkpoint_exits_3_with_the_reasons(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("x")
     assert main(["inspect", str(tmp_path)]) == 3
     assert "it has no .metadata" in capsys.readouterr().err
+
+
+def test_tensors_come_first_and_hyperparameters_are_one_group_each(tmp_path, capsys):
+    with Job(tmp_path) as job:
+        job.train(2)
+    out = said(capsys, "inspect", tmp_path / "checkpoint" / "step-2")
+    head, _, objects = out.partition("objects        326\n")
+    assert "layers.{0..11}.weight" in head
+    assert "optimizer.param_groups" not in head
+    rows = objects.splitlines()
+    assert rows[0] == "  optimizer.param_groups.*.lr (29)"
+    assert rows[11:14] == [
+        "  lr_scheduler.last_epoch",
+        "  dataloader.dp_rank_0",
+        "  dataloader.world_size",
+    ]
+
+
+def damage_dcp(folder, how):
+    torch_save(some_state(), folder)
+    data, marker = folder / "__0_0.distcp", folder / ".metadata"
+    match how:
+        case "file missing":
+            data.unlink()
+        case "file cut":
+            data.write_bytes(data.read_bytes()[:1000])
+        case "metadata cut":
+            marker.write_bytes(marker.read_bytes()[:100])
+        case "metadata missing":
+            marker.unlink()
+
+
+def damage_hf(folder, how):
+    shutil.copytree(QWEN3 / "moe", folder)
+    shard, index = min(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    match how:
+        case "file missing":
+            shard.unlink()
+        case "file cut":
+            shard.write_bytes(shard.read_bytes()[:-5])
+        case "metadata cut":
+            index.write_text(index.read_text()[:100])
+        case "metadata missing":
+            index.unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_dcp, damage_hf])
+@pytest.mark.parametrize("how", ["file missing", "file cut", "metadata cut", "metadata missing"])
+def test_damage_has_the_exit_code_and_the_findings_that_verify_gives_it(
+    tmp_path, capsys, damage, how
+):
+    folder = tmp_path / "step-3"
+    damage(folder, how)
+    codes, found = [], []
+    for verb in ("inspect", "verify"):
+        codes.append(main([verb, str(folder), "--json"]))
+        found.append(
+            {problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]}
+        )
+    assert codes[0] == codes[1]
+    assert found[0] == found[1] != set()
+    assert codes[0] == (1 if how.startswith("file") else 3)

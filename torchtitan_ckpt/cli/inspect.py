@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torchtitan_ckpt.tensor_look import TensorLook
 
 
+_OBJECTS = 24  # groups of objects that are listed
+
+
 @dataclass(frozen=True)
 class Args:
     """Options of `torchtitan-ckpt inspect`."""
@@ -49,8 +52,9 @@ class Args:
 
 
 def run(args: Args) -> int:
-    """0 when it could be shown."""
+    """0 when it could be shown, 1 when it is damaged, 3 not readable or refused."""
     from torchtitan_ckpt import inspection
+    from torchtitan_ckpt.errors import DamagedError
     from torchtitan_ckpt.formats import detect
 
     if args.tensor is not None:
@@ -61,7 +65,10 @@ def run(args: Args) -> int:
         return 0
     if detect(args.path).kind == "steps":
         return _steps(args)
-    found = inspection.inspect(args.path, trust=args.trust)
+    try:
+        found = inspection.inspect(args.path, trust=args.trust)
+    except DamagedError:
+        return _damaged(args)
     if args.json:
         out = asdict(found)
         if args.all:
@@ -75,7 +82,27 @@ def run(args: Args) -> int:
         _print(_all(args))
     else:
         _print(_table(found))
+    if found.objects:
+        print(_objects(found))
     return 0
+
+
+def _damaged(args: Args) -> int:
+    """The findings of `verify`, whose exit code this shares; raises what cannot be read at all."""
+    from torchtitan_ckpt.verify import check_structure
+
+    problems = check_structure(args.path, trust=args.trust).problems
+    if args.json:
+        print(
+            json_module.dumps(
+                {"path": args.path, "problems": [asdict(p) for p in problems]}, indent=1
+            )
+        )
+    else:
+        for problem in problems:
+            print(problem)
+        print(f"damaged: {args.path}: torchtitan-ckpt verify says what else is wrong")
+    return 1
 
 
 def _steps(args: Args) -> int:
@@ -123,11 +150,17 @@ def _head(found: Inspection, every_file: bool) -> str:
         if text:
             rows.append(f"  {label:<12} {text}")
     rows += [f"  note         {note}" for note in found.notes]
-    for name, count in found.objects[:12]:
-        rows.append(f"  object       {name}" + (f" ({count})" if count > 1 else ""))
-    if len(found.objects) > 12:
-        rows.append(f"  objects      … and {len(found.objects) - 12} more groups")
     rows += _file_rows(found, every_file)
+    return "\n".join(rows)
+
+
+def _objects(found: Inspection) -> str:
+    """What is no tensor, below the tensors."""
+    rows = [f"objects        {sum(count for _, count in found.objects)}"] if found.objects else []
+    for name, count in found.objects[:_OBJECTS]:
+        rows.append(f"  {name}" + (f" ({count})" if count > 1 else ""))
+    if len(found.objects) > _OBJECTS:
+        rows.append(f"  … and {len(found.objects) - _OBJECTS} more groups (--json lists them)")
     return "\n".join(rows)
 
 
