@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from conformance.kinds import KINDS
 from conformance.reference import Leaf, Table, build
 from torchtitan_ckpt.manager import CheckpointManager
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
@@ -78,9 +79,11 @@ def value_of(key: str, leaf: Leaf, salt: int = 0) -> Tensor:
 
 
 def poison(_: str, leaf: Leaf) -> Tensor:
-    """NaN, or the least integer: what a load must overwrite."""
+    """NaN, the least integer or False: what a load must overwrite."""
     dtype = getattr(torch, leaf.dtype)
-    bad = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+    if dtype.is_floating_point:
+        return torch.full(leaf.shape, float("nan")).to(dtype)
+    bad = 0 if dtype is torch.bool else torch.iinfo(dtype).min
     return torch.full(leaf.shape, bad, dtype=dtype)
 
 
@@ -114,12 +117,16 @@ class Job:
         chunks: int = 1,
         empty: bool = False,
         device_type: str = "cpu",
+        kind: str = "adamw",
     ) -> Job:
-        """A fresh job on these ranks; `empty` fills it with NaN, as the target of a load."""
+        """A fresh job on these ranks; `empty` fills it with NaN, as the target of a load.
+
+        `kind` names the optimizers, one of `KINDS`; the table is the caller's affair.
+        """
         alone = degrees.world_size == 1
         meshes = None if alone else build_meshes(degrees, device_type)
         parts = build(table, degrees, meshes, poison if empty else value_of, chunks=chunks)
-        optimizers: list[torch.optim.Optimizer] = [_optimizer(part) for part in parts]
+        optimizers = [made for part in parts for made in KINDS[kind].optimizers(part)]
         schedulers: list[torch.optim.lr_scheduler.LRScheduler] = [
             torch.optim.lr_scheduler.LambdaLR(o, _halved) for o in optimizers
         ]
@@ -141,14 +148,13 @@ class Job:
     def train(self, steps: int = 1) -> None:
         """Forward, backward through FSDP's reductions, optimizer, scheduler, buffers, data."""
         for _ in range(steps):
-            for part, optimizer, scheduler in zip(
-                self.parts, self.optimizers, self.schedulers, strict=True
-            ):
-                optimizer.zero_grad()
+            for part in self.parts:
+                part.zero_grad()
                 part(self._weigh).backward()
+                self._move_buffers(part)
+            for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
-                self._move_buffers(part)
             self.step += 1
             self.position += 3 + self.dp_rank
 
@@ -165,7 +171,10 @@ class Job:
 
     def _move_buffers(self, part: nn.Module) -> None:
         for name, value in part.named_buffers():
-            value.add_(self.step + 1 + len(name))
+            if value.dtype.itemsize == 1:  # no dtype of one byte but integers can be added to
+                value.view(torch.uint8).bitwise_xor_(1)
+            else:
+                value.add_(self.step + 1 + len(name))
 
     def state(self, *names: str) -> dict[str, Any]:
         """The live state, flat, under the keys that lie on disk; all five without `names`."""
@@ -287,20 +296,6 @@ def _is_other(key: str) -> bool:
     return key.partition(".")[0] in STATES
 
 
-def _optimizer(part: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups whose order differs from that of the parameters."""
-    named = list(part.named_parameters())
-    flat = [p for name, p in named if p.ndim < 2]
-    wide = [p for name, p in named if p.ndim >= 2]
-    groups = [
-        {"params": flat, "weight_decay": 0.0, "lr": 2.0**-5},
-        {"params": list(reversed(wide)), "weight_decay": 2.0**-3, "lr": 2.0**-6},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], betas=(0.5, 0.75), eps=2.0**-10, foreach=False
-    )
-
-
 def _same(live: Any, expected: Any) -> bool:
     if not isinstance(expected, Tensor):
         return bool(type(live) is type(expected) and live == expected)
@@ -318,20 +313,24 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 @lru_cache(maxsize=8)
-def _truth(table: tuple[tuple[str, Leaf], ...], steps: int) -> dict[str, Any]:
-    job = Job.start(dict(table), ParallelDegrees())
+def _truth(table: tuple[tuple[str, Leaf], ...], steps: int, kind: str) -> dict[str, Any]:
+    job = Job.start(dict(table), ParallelDegrees(), kind=kind)
     job.train(steps)
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in job.state().items()}
 
 
-def truth(table: Table, steps: int) -> dict[str, Any]:
+def truth(table: Table, steps: int, kind: str = "adamw") -> dict[str, Any]:
     """The full state of a job on one rank after `steps` steps; remembered by the process."""
-    return _truth(tuple(table.items()), steps)
+    return _truth(tuple(table.items()), steps, kind)
 
 
 def comparable(expected: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """The truth's keys that this rank should hold: its stage's, and not the dataloader's."""
-    return [key for key in expected if key in mine and not key.startswith("dataloader.")]
+    """The truth's keys that this rank should hold: its stage's, and not the dataloader's.
+
+    How states lie on ranks (`@layout`) is not the unsplit job's to know.
+    """
+    own = (key for key in expected if not key.startswith("dataloader."))
+    return [key for key in own if key in mine and not key.endswith(".@layout")]
 
 
 __all__ = ["STATES", "Job", "comparable", "poison", "small_table", "truth", "value_of"]

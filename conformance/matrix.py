@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from conformance.degrees import CASES, Case
 from conformance.jobs import Job, comparable, small_table, truth
+from conformance.kinds import KINDS
 from conformance.ranks import RankPool, RanksFailed
 from conformance.reference import Leaf
 from torchtitan_ckpt.agree import agree
@@ -44,13 +45,13 @@ class Row:
 
 
 def save_on_ranks(
-    case: Case, table: Table, folder: str, ownership: Literal["tensor", "bytes"]
+    case: Case, table: Table, folder: str, ownership: Literal["tensor", "bytes"], kind: str
 ) -> list[str]:
     """On every rank: train, compare with the truth, save both formats."""
-    job = Job.start(table, case.degrees, chunks=case.chunks)
+    job = Job.start(table, case.degrees, chunks=case.chunks, kind=kind)
     job.train(STEPS)
     flat = job.state()
-    expected = truth(table, STEPS)
+    expected = truth(table, STEPS, kind)
     wrong = job.differences(expected, comparable(expected, flat))
     agree(flat)
     dcp.save(flat, f"{folder}/dcp", sync_files=False)
@@ -64,16 +65,28 @@ def save_on_ranks(
     return wrong
 
 
-def load_on_ranks(case: Case, table: Table, folder: str) -> tuple[list[str], float, float]:
-    """On every rank: load both formats and compare; (what differs, seconds, seconds)."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one rank found: keys that differ, keys that it does not hold, and seconds."""
+
+    wrong: list[str]
+    lacking: set[str]
+    seconds: float
+    hf_seconds: float
+
+
+def load_on_ranks(case: Case, table: Table, folder: str, kind: str) -> Loaded:
+    """On every rank: load both formats and compare with the job that never was split."""
     start = time.monotonic()
-    job = Job.start(table, case.degrees, chunks=case.chunks, empty=True)
+    job = Job.start(table, case.degrees, chunks=case.chunks, empty=True, kind=kind)
     manifest = dcp.read_manifest(f"{folder}/dcp")
     job.take(dcp.load(f"{folder}/dcp", targets(job, manifest), manifest=manifest, threads=1))
     loaded = time.monotonic() - start
-    expected = truth(table, STEPS)
-    wrong = job.differences(expected, comparable(expected, job.state()))
-    later = truth(table, STEPS + 1)
+    expected = truth(table, STEPS, kind)
+    mine = job.state()
+    wrong = job.differences(expected, comparable(expected, mine))
+    lacking = set(comparable(expected, expected)) - mine.keys()
+    later = truth(table, STEPS + 1, kind)
     position = job.position
     job.train()
     mine = job.state()
@@ -86,7 +99,7 @@ def load_on_ranks(case: Case, table: Table, folder: str) -> tuple[list[str], flo
     hf.load(f"{folder}/hf", model, expected_keys=set(table))
     fresh.take(model)
     wrong += [f"hf: {key}" for key in fresh.differences(expected, model)]
-    return wrong, loaded, time.monotonic() - start
+    return Loaded(wrong, lacking, loaded, time.monotonic() - start)
 
 
 def targets(job: Job, manifest: Manifest) -> dict[str, Any]:
@@ -109,10 +122,13 @@ def targets(job: Job, manifest: Manifest) -> dict[str, Any]:
 class Matrix:
     """Pairs of splits over one model, on one pool. Sources are saved once and kept in `folder`."""
 
-    def __init__(self, pool: RankPool, folder: Path, table: Table | None = None) -> None:
+    def __init__(
+        self, pool: RankPool, folder: Path, table: Table | None = None, kind: str = "adamw"
+    ) -> None:
         self.pool = pool
         self.folder = folder
-        self.table = small_table() if table is None else table
+        self.kind = kind
+        self.table = KINDS[kind].table(small_table() if table is None else table)
         self.rows: list[Row] = []
         self._saved: dict[str, Path] = {}
         self._tries = 0
@@ -125,7 +141,14 @@ class Matrix:
             path.mkdir(parents=True)
             ownership = "bytes" if number % 2 else "tensor"
             wrong = self.pool.run(
-                save_on_ranks, case.ranks, case, self.table, str(path), ownership, timeout=120
+                save_on_ranks,
+                case.ranks,
+                case,
+                self.table,
+                str(path),
+                ownership,
+                self.kind,
+                timeout=120,
             )
             different = sorted({key for rank in wrong for key in rank})
             assert not different, f"{case.name} trained differently: {different[:5]}"
@@ -144,14 +167,18 @@ class Matrix:
                 target,
                 self.table,
                 str(self.saved(source)),
+                self.kind,
                 timeout=120,
             )
         except (RanksFailed, AssertionError) as error:
             row.wrong.append(str(error))
         else:
-            row.wrong += sorted({key for wrong, _, _ in outcomes for key in wrong})
-            row.load_seconds = max(seconds for _, seconds, _ in outcomes)
-            row.hf_seconds = max(seconds for _, _, seconds in outcomes)
+            row.wrong += sorted({key for found in outcomes for key in found.wrong})
+            # A pipeline stage lacks what others hold; what all lack is lost.
+            lost = set.intersection(*(found.lacking for found in outcomes))
+            row.wrong += [f"lost: {key}" for key in sorted(lost)]
+            row.load_seconds = max(found.seconds for found in outcomes)
+            row.hf_seconds = max(found.hf_seconds for found in outcomes)
         row.total_seconds = time.monotonic() - start
         return row
 
@@ -192,14 +219,18 @@ def table_of(rows: Sequence[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.matrix", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every ordered pair, not one cycle")
+    parser.add_argument("--kind", default="adamw", choices=[*KINDS, "every"], help="what is moved")
     options = parser.parse_args()
-    with RankPool(8) as pool, tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(pool, Path(folder))
-        print(HEAD)
-        for source, target in every_pair() if options.all else cycle():
-            print(line_of(matrix.pair(source, target)), flush=True)
-        print(sum_of(matrix.rows))
-    return 1 if not matrix.rows or any(row.wrong for row in matrix.rows) else 0
+    rows: list[Row] = []
+    for kind in KINDS if options.kind == "every" else (options.kind,):
+        with RankPool(8) as pool, tempfile.TemporaryDirectory() as folder:
+            matrix = Matrix(pool, Path(folder), kind=kind)
+            print(f"{kind}\n{HEAD}")
+            for source, target in every_pair() if options.all else cycle():
+                print(line_of(matrix.pair(source, target)), flush=True)
+            print(sum_of(matrix.rows))
+            rows += matrix.rows
+    return 1 if not rows or any(row.wrong for row in rows) else 0
 
 
 if __name__ == "__main__":

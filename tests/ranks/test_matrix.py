@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from conformance.degrees import CASES, Case
 from conformance.jobs import Job, small_table
-from conformance.matrix import STEPS, Matrix, cycle, every_pair, table_of
+from conformance.kinds import KINDS
+from conformance.matrix import STEPS, Loaded, Matrix, cycle, every_pair, table_of
 from conformance.ranks import RankPool
 from torchtitan_ckpt.formats import dcp, hf
 from torchtitan_ckpt.parallel import ParallelDegrees
@@ -45,11 +47,50 @@ def test_saved_under_one_split_and_loaded_under_another(
     assert not row.wrong, "\n".join(row.wrong[:10])
 
 
+def _kind_pairs(kind: str) -> Iterator[Any]:
+    """One cycle a kind; by default a share of it, so that all kinds together meet every split."""
+    for number, pair in enumerate(cycle(step=5)):
+        chosen = number % len(OTHERS) == OTHERS.index(kind)
+        name_of = f"{kind}-{name(pair[0])}-{name(pair[1])}"
+        marks = () if chosen else (pytest.mark.slow,)
+        yield pytest.param(kind, *pair, marks=marks, id=name_of)
+
+
+OTHERS = [kind for kind in KINDS if kind != "adamw"]
+
+
+@pytest.fixture(scope="module")
+def kinds(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Matrix]:
+    return {kind: Matrix(pool, tmp_path_factory.mktemp(kind), kind=kind) for kind in OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "target"), [param for kind in OTHERS for param in _kind_pairs(kind)]
+)
+def test_other_kinds_of_state(
+    kinds: dict[str, Matrix], kind: str, source: Case, target: Case
+) -> None:
+    row = kinds[kind].pair(source, target)
+    assert not row.wrong, "\n".join(row.wrong[:10])
+
+
 def test_the_default_cycle_has_every_split_on_both_sides() -> None:
     assert {source.name for source, _ in DEFAULT} == {case.name for case in CASES}
     assert {target.name for _, target in DEFAULT} == {case.name for case in CASES}
     assert len(SLOW) + len(DEFAULT) == len(CASES) ** 2
     assert not any(source == target for source, target in DEFAULT)
+
+
+def test_what_no_rank_holds_any_more_is_lost(tmp_path: Path) -> None:
+    """A stage lacks what the others hold; a state that all lack must not pass as equal."""
+
+    class Said:
+        def run(self, fn: Any, n: int, *_: Any, **__: Any) -> list[Any]:
+            return [Loaded([], {"a", "b"}, 0.0, 0.0), Loaded([], {"b", "c"}, 0.0, 0.0)]
+
+    told = Matrix(cast(RankPool, Said()), tmp_path)
+    told._saved[CASES[0].name] = tmp_path
+    assert told.pair(CASES[0], CASES[1]).wrong == ["lost: b"]
 
 
 KEY = "layers.0.attention.sinks"

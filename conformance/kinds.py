@@ -1,0 +1,153 @@
+"""What the matrix moves between splits: kinds of models and optimizers, by name.
+
+Each kind is a table of tensors and the optimizers over one model part. Together they keep whatever
+training jobs keep: moments in the parameter's dtype and in others, none, factored, nested, absent,
+swapped out; one optimizer a part or two; groups with odd values, and empty ones. Every update is
+exact on dyadic numbers or bit for bit the same on any shard, so that splits can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import SGD, AdamW, Optimizer
+
+from conformance.reference import Leaf
+from conformance.swap import SwapAdamW, local, speak
+
+Table = Mapping[str, Leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`optimizers` makes those of one model part, `table` the tensors out of the usual ones."""
+
+    optimizers: Callable[[nn.Module], list[Optimizer]]
+    table: Callable[[Table], dict[str, Leaf]] = dict
+
+
+class Kept(Optimizer):
+    """Plain descent that keeps of a matrix everything that no optimizer of torch does.
+
+    Of a vector it keeps nothing, as of a parameter that never got a gradient.
+    """
+
+    def __init__(self, params: Iterable[Any], **extra: Any) -> None:
+        super().__init__(params, {"lr": 2.0**-6, **extra})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.ndim > 1:
+                    self._keep(parameter, self.state[parameter])
+                local(parameter).add_(local(parameter.grad), alpha=-group["lr"])
+
+    def _keep(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        step = state.get("step", 0) + 1
+        codes = like(parameter, lambda part: (part.float() * 64).to(torch.int32).to(torch.uint8))
+        rows, columns = factors(parameter)
+        state.update(
+            step=step,  # a number here, a 0-d tensor beside it
+            count=torch.tensor(step, dtype=torch.int64),
+            moment=like(parameter, lambda part: part.float() + step),
+            codes=codes,
+            signed=like(parameter, lambda part: part.float().sign().to(torch.int8)),
+            mask=like(parameter, lambda part: part > 0),
+            fp8=like(parameter, lambda part: part.to(torch.float8_e4m3fn)),
+            scale=like(codes, lambda part: part.clone().view(torch.float8_e8m0fnu)),
+            row=rows,
+            blocks=[{"left": columns, "order": 2}, {"left": columns * 2, "order": (3, None)}],
+            best=None,
+        )
+
+
+def like(parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor laid out as `parameter`, each shard made of the parameter's."""
+    part = make(local(parameter))
+    if not isinstance(parameter, DTensor):
+        return part
+    return _wrapped(part, parameter, parameter.placements, parameter.shape)
+
+
+def factors(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the last and over the first dimension, whole on every rank. A collective."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    sums = whole.float().sum(-1), whole.float().sum(0)
+    if not isinstance(parameter, DTensor):
+        return sums
+    everywhere = (Replicate(),) * parameter.device_mesh.ndim
+    rows, columns = (_wrapped(value, parameter, everywhere, value.shape) for value in sums)
+    return rows, columns
+
+
+def _wrapped(part: Tensor, parameter: DTensor, placements: Any, shape: torch.Size) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _split(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(vectors, all others), the latter backwards: groups do not keep the model's order."""
+    named = list(part.parameters())
+    return [p for p in named if p.ndim < 2], [p for p in reversed(named) if p.ndim >= 2]
+
+
+def _adamw(part: nn.Module, **options: Any) -> Optimizer:
+    """AdamW with two groups whose order differs from that of the parameters."""
+    flat, wide = _split(part)
+    groups: list[dict[str, Any]] = [
+        {"params": flat, "weight_decay": 0.0, "lr": 2.0**-5},
+        {"params": wide, "weight_decay": 2.0**-3, "lr": 2.0**-6},
+    ]
+    return AdamW([g for g in groups if g["params"]], betas=(0.5, 0.75), eps=2.0**-10, **options)
+
+
+def _hybrid(part: nn.Module) -> list[Optimizer]:
+    """As with Muon: matrices have one moment, the rest another optimizer; odd values in groups."""
+    flat, wide = _split(part)
+    odd: dict[str, Any] = {"label": "flat", "warmup": None, "powers": (1, 2), "enabled": True}
+    return [
+        SGD([{"params": wide}], lr=2.0**-6, momentum=0.5, foreach=False),
+        AdamW([{"params": flat, **odd}, {"params": [], "label": "nobody"}], foreach=False),
+    ]
+
+
+def _swapped(part: nn.Module) -> list[Optimizer]:
+    flat, wide = _split(part)
+    return [
+        speak(SwapAdamW([{"params": wide}], 2.0**-6, (0.5, 0.75), 2.0**-10)),
+        SGD([{"params": flat}], lr=2.0**-6, momentum=0.5, foreach=False),
+    ]
+
+
+def _half(table: Table) -> dict[str, Leaf]:
+    """Parameters in bfloat16 and buffers of every dtype but the quantizers' own.
+
+    Those lie in the optimizer's state: safetensors that hold them without scales are refused.
+    """
+    made = {
+        key: replace(leaf, dtype="bfloat16") if leaf.dtype == "float32" else leaf
+        for key, leaf in table.items()
+    }
+    dtypes = ("int8", "bool", "uint8", "float64", "float16", "int64")
+    made |= {f"layers.{n}.tid2eid": Leaf((5, 3 + n), dtype) for n, dtype in enumerate(dtypes, 2)}
+    return made | {"layers.8.tid2eid": Leaf(()), "layers.9.tid2eid": Leaf((), "int32")}
+
+
+KINDS: Mapping[str, Kind] = {
+    "adamw": Kind(lambda part: [_adamw(part, foreach=False)]),
+    "amsgrad": Kind(lambda part: [_adamw(part, foreach=True, amsgrad=True)]),
+    "stateless": Kind(lambda part: [SGD(part.parameters(), lr=2.0**-6, foreach=False)]),
+    "hybrid": Kind(_hybrid),
+    "swapped": Kind(_swapped),
+    "odd": Kind(lambda part: [Kept(part.parameters(), label="odd", warmup=None)], _half),
+}
