@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,7 +101,8 @@ def own_group(backend: str) -> Iterator[int]:
     to every frame that it came through. One that outlives the interpreter aborts the process, with
     the wrong exit code; so the frames of a failure are cleared here.
     """
-    dist.init_process_group(backend)
+    with _quiet():
+        dist.init_process_group(backend)
     try:
         yield dist.get_rank()
     except Exception as error:
@@ -108,6 +111,19 @@ def own_group(backend: str) -> Iterator[int]:
     finally:
         dist.destroy_process_group()
         gc.collect()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Send to stderr what C++ prints: torch 2.10's gloo greets on stdout, where JSON may go."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -123,8 +123,8 @@ def test_a_rank_that_exits(pool: RankPool) -> None:
 
 def test_a_rank_that_hangs_shows_its_stack_in_time(pool: RankPool) -> None:
     begin = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"no answer in 1 s") as caught:
-        pool.run(hang_on, 3, 1, timeout=1)
+    with pytest.raises(RanksFailed, match=r"no answer in 3 s") as caught:
+        pool.run(hang_on, 3, 1, timeout=3)
     assert time.monotonic() - begin < 15
     first = caught.value.first
     assert (first.rank, first.kind) == (1, "hung")
