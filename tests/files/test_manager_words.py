@@ -1,8 +1,6 @@
-"""What a person reads when a save or a load of the manager goes wrong, or lasts."""
+"""What a person reads when a save or a load of the manager goes wrong."""
 
 import logging
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from tests.files.toy import Job, bits
-from torchtitan_ckpt import owner, progress, saving
+from torchtitan_ckpt import owner, saving
 from torchtitan_ckpt.errors import DamagedError, MismatchError, RefusedError, SaveError
 
 # --- damage that only reading finds
@@ -213,83 +211,3 @@ def test_a_failed_write_says_what_was_expected_and_which_step_is_untouched(tmp_p
     with Job(tmp_path) as job:
         job.train(4)
     assert failing(tmp_path / "checkpoint") == f"{words}; step-4 is untouched"
-
-
-# --- bars
-
-BAR_JOB = """
-import sys, time
-from tests.files.toy import Job
-from torchtitan_ckpt import progress
-from torchtitan_ckpt.formats import dcp_items, dcp_load
-
-progress.AFTER = float(sys.argv[2])
-if sys.argv[3] == "slow":
-    write, small = dcp_items.ItemWriter.write, dcp_load._Loader._small
-    def slow_write(self, value, out):
-        time.sleep(0.002)
-        return write(self, value, out)
-    def slow_read(self, file, jobs):
-        time.sleep(0.3)
-        return small(self, file, jobs)
-    dcp_items.ItemWriter.write, dcp_load._Loader._small = slow_write, slow_read
-with Job(sys.argv[1]) as job:
-    job.train(2)
-    print("-- saved", file=sys.stderr, flush=True)
-    assert job.manager.load()
-"""
-
-
-def on_a_terminal(*argv):
-    """What a process shows on a terminal: everything that it writes to stdout and stderr."""
-    main, side = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", BAR_JOB, *map(str, argv)],
-        stdout=side,
-        stderr=side,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    ) as process:
-        os.close(side)
-        shown = b""
-        try:
-            while part := os.read(main, 65536):
-                shown += part
-        except OSError:  # the other end is closed
-            pass
-        os.close(main)
-        assert process.wait() == 0, shown.decode()
-    return shown.decode()
-
-
-def test_saves_and_loads_that_last_show_a_bar_on_a_terminal(tmp_path):
-    saved, _, loaded = on_a_terminal(tmp_path, 0.1, "slow").partition("-- saved")
-    assert "saving step-2" in saved
-    assert "loading step-2" in loaded
-    assert "100%" in loaded or "/" in loaded
-
-
-def test_short_saves_and_loads_show_nothing(tmp_path):
-    shown = on_a_terminal(tmp_path, progress.AFTER, "fast")
-    assert "step-2" not in shown
-    assert shown.strip() == "-- saved"
-
-
-def test_there_is_no_bar_where_stderr_is_no_terminal(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-c", BAR_JOB, str(tmp_path), "0.1", "slow"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stderr == "-- saved\n"
-    assert run.stdout == ""
-
-
-def test_a_bar_is_for_the_rank_that_is_wanted_only(monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress.bar("work", 10, wanted=False) as bar:
-        assert bar is None
-    with progress.bar("work", 10) as bar:
-        assert bar is not None
-        bar.advance(4)
-        bar.told("more", 1, 2)

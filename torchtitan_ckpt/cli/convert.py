@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -90,13 +89,15 @@ def run(args: Args) -> int:
     """0 when the result is in place."""
     from torchtitan_ckpt.convert import convert
     from torchtitan_ckpt.convert.options import Options, parse_bytes
+    from torchtitan_ckpt.progress import bar
 
     values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(Options)}
     values["window"] = parse_bytes(args.window)
     values["exclude"] = tuple(name for name in args.exclude.split(",") if name)
-    with _ranks() as main, _progress(main and not args.dry_run) as progress:
+    with _ranks() as main, bar(wanted=main and not args.dry_run) as shown:
         start = time.monotonic()
-        result = convert(Options(**values), dry_run=args.dry_run, progress=progress)
+        told = None if shown is None else shown.told
+        result = convert(Options(**values), dry_run=args.dry_run, progress=told)
         seconds = time.monotonic() - start
     if main:
         if args.json:
@@ -153,37 +154,3 @@ def _ranks() -> Iterator[bool]:
 
     with own_group("gloo") as rank:
         yield rank == 0
-
-
-@contextmanager
-def _progress(wanted: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on stderr with bytes, rate and remaining time; nothing where stderr is no terminal."""
-    if not wanted or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def told(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-        yield told

@@ -7,10 +7,8 @@ torchtitan-ckpt diff outputs/x/checkpoint/step-500 ./Qwen3-0.6B      # DCP with 
 from __future__ import annotations
 
 import json as json_module
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -76,6 +74,7 @@ class Args:
 def run(args: Args) -> int:
     """0 equal, 1 different, 2 usage, 3 not readable or refused, 5 nothing was compared."""
     from torchtitan_ckpt.diff import Options, diff
+    from torchtitan_ckpt.progress import bar
 
     options = Options(
         a=args.a,
@@ -91,8 +90,8 @@ def run(args: Args) -> int:
         threads=args.threads,
         trust=args.trust,
     )
-    with _progress() as progress:
-        found = diff(options, progress)
+    with bar() as shown:
+        found = diff(options, None if shown is None else partial(shown.told, "comparing"))
     print(json_module.dumps(_json(found), indent=1) if args.json else text(found))
     if found.only_a or found.only_b:
         return 1
@@ -190,18 +189,3 @@ def _group_json(group: Group) -> dict[str, Any]:
 def _number(value: float) -> float | None:
     """JSON has no NaN and no infinity."""
     return value if value - value == 0 else None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TransferSpeedColumn
-
-    columns = (*Progress.get_default_columns(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("comparing")
-        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -7,9 +7,6 @@ torchtitan-ckpt verify ./Qwen3-0.6B --against qwen3
 from __future__ import annotations
 
 import json as json_module
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,16 +77,17 @@ def run(args: Args) -> int:
             problems += complete.problems
             notes += complete.notes
         if args.deep or args.stats:
+            from torchtitan_ckpt.progress import bar
             from torchtitan_ckpt.verify.deep import read_deep
             from torchtitan_ckpt.verify.values import judge
 
-            with _progress(manifest.nbytes) as progress:
+            with bar("reading", manifest.nbytes) as shown:
                 deep = read_deep(
                     manifest,
                     stats=args.stats,
                     threads=args.threads,
                     trust=args.trust,
-                    progress=progress,
+                    progress=None if shown is None else shown.advance,
                 )
             found, odd = judge(manifest, deep.values)
             problems += [*deep.problems, *found]
@@ -229,18 +227,3 @@ def _bars(exponents: dict[int, int]) -> str:
     marks = " ▁▂▃▄▅▆▇█"
     bars = (marks[-(-exponents.get(e, 0) * (len(marks) - 1) // most)] for e in range(low, high + 1))
     return f"2^{low} {''.join(bars)} 2^{high}"
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (*Progress.get_default_columns(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("reading", total=total)
-        yield lambda count: bars.advance(task, count)
