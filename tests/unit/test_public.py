@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -135,6 +136,19 @@ def run_seconds(code):
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["checks"], ["map", "norm.weight", "--family", "qwen3"]]
+)
+def test_a_reader_that_has_gone_gets_no_traceback(argv):
+    """As under `| head`: the pipe's other end is closed before anything is written."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "w") as gone:
+        command = [sys.executable, "-m", "torchtitan_ckpt", *argv]
+        run = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (run.returncode, run.stderr) == (141, "")
 
 
 def test_every_verb_is_there_and_has_help(capsys):

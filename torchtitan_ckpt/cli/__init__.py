@@ -34,10 +34,23 @@ VERBS = {
     "verify": "Check a checkpoint for damage and for completeness.",
 }
 
+# What a shell gives for a process that SIGPIPE ended: nobody saw what was found.
+_PIPE_CLOSED = 141
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of stdout is gone (`| head`); Python would complain again at its own flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def _main(args: list[str]) -> int:
     debug = _take(args, "--debug")
     if not args or args[0] in ("-h", "--help"):
         print(usage())
@@ -68,9 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(error, as_json="--json" in rest)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of stdout is gone; Python would complain again while it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        raise  # no fault of ours: `main` ends quietly
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return 130
