@@ -117,6 +117,17 @@ def test_what_torch_refuses_is_said_with_the_key() -> None:
     assert "layers.11.moe" in codes["parallel.experts-uneven"].what
 
 
+def test_stages_without_a_layer_are_refused() -> None:
+    """12 layers, the embedding and the head: 14 stages hold something, a fifteenth would not."""
+    assert not layout_faults(native(), ParallelDegrees(pp=7), chunks=2)
+    for degrees, chunks in ((ParallelDegrees(pp=15), 1), (ParallelDegrees(pp=8), 2)):
+        (problem,) = layout_faults(native(), degrees, chunks=chunks)
+        assert problem.code == "parallel.empty-stage"
+        assert "at most 14 stages" in problem.expected
+    with pytest.raises(ValueError, match="empty parameter list"):
+        torch.optim.AdamW([])
+
+
 def test_a_rank_without_rows_under_fsdp_and_tensor_parallelism_is_refused() -> None:
     table = {"layers.0.attention.wq.weight": TensorEntry("q", (9, 4), "float32")}
     (problem,) = layout_faults(table, ParallelDegrees(dp_shard=2, tp=4))

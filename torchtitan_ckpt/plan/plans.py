@@ -99,7 +99,7 @@ def plan_save(
     problems: list[Problem] = []
     entries: list[Entry]
     if isinstance(native, Mapping):
-        problems = layout_faults(native, degrees)
+        problems = layout_faults(native, degrees, chunks=chunks)
         entries = full_entries(native, degrees, chunks=chunks, optimizer=optimizer)
     else:
         entries = list(native)
@@ -142,7 +142,7 @@ def plan_load(
     problems: list[Problem] = []
     entries: Sequence[Entry]
     if isinstance(native, Mapping):
-        problems = layout_faults(native, degrees)
+        problems = layout_faults(native, degrees, chunks=chunks)
         entries = full_entries(native, degrees, chunks=chunks, optimizer=optimizer)
     else:
         entries = native

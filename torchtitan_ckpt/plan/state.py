@@ -149,8 +149,34 @@ def full_entries(
     return [*model, *adamw_entries(model, group), *trainer_entries(degrees)]
 
 
-def layout_faults(native: Mapping[str, TensorEntry], degrees: ParallelDegrees) -> list[Problem]:
+def layout_faults(
+    native: Mapping[str, TensorEntry], degrees: ParallelDegrees, *, chunks: int = 1
+) -> list[Problem]:
     """What these degrees do to this model that torch refuses, one problem a kind of fault."""
+    return [*_stage_faults(native, degrees, chunks), *_split_faults(native, degrees)]
+
+
+def _stage_faults(
+    native: Mapping[str, TensorEntry], degrees: ParallelDegrees, chunks: int
+) -> list[Problem]:
+    stages = degrees.pp * chunks
+    held = set(stage_of_keys(native, stages).values())
+    if len(held) == stages:
+        return []
+    empty = [str(stage) for stage in range(stages) if stage not in held]
+    return [
+        Problem(
+            code="parallel.empty-stage",
+            what=f"pipeline stages without a layer: {', '.join(empty)}",
+            expected=f"at most {len(held)} stages; the embedding and the head count as layers",
+            actual=f"{degrees.pp} ranks x {chunks} a rank = {stages}",
+            cause="torch makes no optimizer over a stage without parameters",
+            fix="lower pipeline_parallel_degree, or the stages of a rank",
+        )
+    ]
+
+
+def _split_faults(native: Mapping[str, TensorEntry], degrees: ParallelDegrees) -> list[Problem]:
     found: dict[tuple[str, str, str, str], list[str]] = {}
     first: dict[tuple[str, str, str, str], Problem] = {}
     seen: dict[tuple[Split, tuple[int, ...]], list[Problem]] = {}
