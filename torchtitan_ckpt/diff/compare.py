@@ -7,17 +7,16 @@ the reason of what differs; this module runs them and groups what they found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import closing
-from typing import Any
+from contextlib import ExitStack
 
 from torchtitan_ckpt.config import TRAINING_STATES
-from torchtitan_ckpt.convert.source import open_source
+from torchtitan_ckpt.convert.source import Source, open_source
 from torchtitan_ckpt.diff.objects import compare_objects
 from torchtitan_ckpt.diff.options import Options, check
 from torchtitan_ckpt.diff.pairs import Side, align
 from torchtitan_ckpt.diff.report import Difference, Group, One, grouped
 from torchtitan_ckpt.diff.run import Run
-from torchtitan_ckpt.formats import detect, read_manifest
+from torchtitan_ckpt.formats.collector import collector_paused
 from torchtitan_ckpt.formats.quantized import is_quantized
 
 __all__ = ["Difference", "Group", "Options", "diff"]
@@ -29,19 +28,20 @@ def diff(options: Options, progress: Callable[[int, int], None] | None = None) -
     Raises what the readers and the tables raise; never for what only differs.
     """
     check(options)
-    raw = _raw(options)
-    with closing(_open(options, options.a, raw)) as a, closing(_open(options, options.b, raw)) as b:
-        sides = [
-            Side(path, str(detect(path).format), source, _keys(source.manifest.tensors, options))
-            for path, source in ((options.a, a), (options.b, b))
-        ]
-        found = align(
-            *sides,
-            family=options.family,
-            config=options.config,
-            adapter=options.adapter,
-            generation=options.generation,
-        )
+    with ExitStack() as stack:
+        with collector_paused():
+            a, b = _open(options, stack)
+            sides = [
+                Side(path, source.manifest.format, source, _keys(source.manifest.tensors, options))
+                for path, source in ((options.a, a), (options.b, b))
+            ]
+            found = align(
+                *sides,
+                family=options.family,
+                config=options.config,
+                adapter=options.adapter,
+                generation=options.generation,
+            )
         run = Run(options, found, sides[0 if found.swapped else 1], progress)
         ones = run.compare()
         out = Difference(options.a, options.b, found.route, bytes_read=run.bytes_read)
@@ -55,31 +55,29 @@ def diff(options: Options, progress: Callable[[int, int], None] | None = None) -
             ones += [One(k, v, "object", "object", detail=detail) for k, v, detail in objects]
             out.only_a += only_a
             out.only_b += only_b
-        out.groups = list(grouped(ones))
+        with collector_paused():
+            out.groups = list(grouped(ones))
         return out
 
 
-def _raw(options: Options) -> bool:
-    """Whether codes and scales are compared as they are: both sides have them by the same keys."""
-    found = []
-    for path in (options.a, options.b):
-        seen = detect(path)
-        if seen.format is None:
-            raise seen.error()
-        found.append(seen)
-    if all(seen.format != "hf" for seen in found):
-        return False
-    manifests = [read_manifest(path, trust=options.trust) for path in (options.a, options.b)]
-    pairs = zip(found, manifests, reversed(manifests), strict=True)
-    return all(
+def _open(options: Options, stack: ExitStack) -> list[Source]:
+    """Both sides. Codes and scales of quantized files are compared as they are where both sides
+    have them by the same keys, else by the values that they stand for."""
+
+    def opened(path: str, dequantize: bool) -> Source:
+        source = open_source(path, dequantize=dequantize, raw=True, trust=options.trust)
+        stack.callback(source.close)
+        return source
+
+    sides = [opened(path, False) for path in (options.a, options.b)]
+    manifests = [side.manifest for side in sides]
+    if all(
         set(mine.tensors) <= set(other.tensors)
-        for seen, mine, other in pairs
-        if seen.format == "hf" and is_quantized(mine)
-    )
-
-
-def _open(options: Options, path: str, raw: bool) -> Any:
-    return open_source(path, dequantize=not raw, raw=raw, trust=options.trust)
+        for mine, other in zip(manifests, reversed(manifests), strict=True)
+        if mine.format == "hf" and is_quantized(mine)
+    ):
+        return sides
+    return [opened(path, True) for path in (options.a, options.b)]
 
 
 def _keys(keys: Iterable[str], options: Options) -> tuple[str, ...]:

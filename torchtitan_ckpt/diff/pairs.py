@@ -4,6 +4,7 @@ family's table, or through an adapter. Decided from manifests; reads no tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,10 @@ class Pair:
     @property
     def same_shape(self) -> bool:
         return self.made.shape == self.entry.shape
+
+    def nbytes_of(self, sizes: Ints) -> int:
+        """Bytes of a box of the right side's tensor."""
+        return math.prod(sizes) * ITEM_SIZE[self.entry.dtype]
 
     def boxes(self, window: int) -> Iterator[tuple[Ints, Ints]]:
         """Boxes of the tensor, in the order of its bytes, each within `window` bytes."""
@@ -129,8 +134,9 @@ def align(
     )
     if adapter is not None:
         return _by_adapter(a, b, adapter, options)
-    alike = set(a.model) == set(b.model) or a.format == b.format == "hf"
-    if not a.model or not b.model or (alike and family is None):
+    mine, theirs = a.model, b.model
+    alike = set(mine) == set(theirs) or a.format == b.format == "hf"
+    if not mine or not theirs or (alike and family is None):
         return _by_key(a, b)
     model = None
     for side in (a, b):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
 
 from torchtitan_ckpt.convert.units import Adapted
+from torchtitan_ckpt.diff.bulk import equal_pairs
 from torchtitan_ckpt.diff.causes import Signature, Signing, exchanged, explain
 from torchtitan_ckpt.diff.options import Options
 from torchtitan_ckpt.diff.pairs import Alignment, Pair, Side
@@ -42,8 +43,8 @@ class Run:
         self._window = Window(Tolerance(options.ulps, options.atol))
 
     def compare(self) -> list[One]:
-        tallies: dict[str, Tally] = {}
         threads = self.options.threads or min(os.cpu_count() or 1, 8)
+        tallies = self._equal(threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="diff") as pool:
             waiting: set[Future[list[tuple[str, Tally]]]] = set()
 
@@ -58,7 +59,7 @@ class Run:
                         else:
                             known.merge(tally)
 
-            for job in self._jobs():
+            for job in self._jobs(frozenset(tallies)):
                 waiting.add(pool.submit(self._job, job))
                 collect(8 * threads)
             collect(0)
@@ -66,12 +67,19 @@ class Run:
         ones += self._bulk()
         return self._explained(ones) if self.options.causes else ones
 
-    def _jobs(self) -> Iterator[list[_Box]]:
+    def _equal(self, threads: int) -> dict[str, Tally]:
+        tallies = {}
+        for pair in equal_pairs(self.found.pairs, self.right.source.manifest, threads):
+            tallies[pair.key] = Tally(*self._dtypes(pair), count=pair.made.numel)
+            self._count(pair.made.nbytes + pair.entry.nbytes)
+        return tallies
+
+    def _jobs(self, proved: Container[str]) -> Iterator[list[_Box]]:
         """Boxes to compare, several in a job: the windows of one tensor, or many small tensors."""
         boxes: list[_Box] = []
         size = 0
         for pair in self.found.pairs:
-            if not pair.same_shape:
+            if not pair.same_shape or pair.key in proved:
                 continue
             for offsets, sizes in pair.boxes(self.options.window):
                 boxes.append((pair, offsets, sizes))
@@ -190,7 +198,7 @@ class Run:
         causes |= {key: explain(a[key], b[key]) for key in left}
         for key, other in exchanged(a, b):
             causes[key] = f"it is a's {other}"
-        return [replace(one, cause=causes.get(one.key, "")) for one in ones]
+        return [replace(o, cause=causes[o.key]) if o.key in causes else o for o in ones]
 
     def _signatures(self, pair: Pair) -> tuple[Signature, Signature]:
         """Of both sides, in the narrower dtype."""

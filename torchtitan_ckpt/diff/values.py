@@ -207,10 +207,15 @@ def _is_rounded(fine: Array, rough: Array, dtype: torch.dtype) -> bool:
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors of one dtype and shape have the same bits."""
-    if _MEMCMP is not None and a.is_contiguous() and b.is_contiguous():
-        size = a.numel() * a.element_size()
-        return not size or _MEMCMP(a.data_ptr(), b.data_ptr(), size) == 0
-    return bool(torch.equal(_bits(a.contiguous()), _bits(b.contiguous())))
+    a, b = a.contiguous(), b.contiguous()
+    return same_at(a.data_ptr(), b.data_ptr(), a.numel() * a.element_size())
+
+
+def same_at(a: int, b: int, size: int) -> bool:
+    """Whether `size` bytes at two addresses are the same."""
+    if _MEMCMP is None:
+        return ctypes.string_at(a, size) == ctypes.string_at(b, size)
+    return not size or _MEMCMP(a, b, size) == 0
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
