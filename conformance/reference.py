@@ -33,10 +33,11 @@ Weigh = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Shape and dtype of one native tensor."""
+    """Shape and dtype of one native tensor, and the parameter that it is, where it is another's."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
+    tied: str = ""
 
 
 Table = Mapping[str, Leaf]
@@ -98,6 +99,7 @@ def build(
     for stage in range(mine, degrees.pp * chunks, degrees.pp):
         own = {key: leaf for key, leaf in table.items() if stages[key] == stage}
         part = _tree(own, fill)
+        _tie(part, own)
         if meshes is not None:
             split(part, meshes, table)
         parts.append(part)
@@ -116,6 +118,7 @@ def split(part: nn.Module, meshes: Meshes, table: Table) -> None:
             parallelize_module(
                 part.get_submodule(name), meshes.dense["tp"], style, src_data_rank=None
             )
+        _tie(part, table)  # each module's parameters were distributed for themselves
     if meshes.sparse is not None:
         axes = ("ep", "etp") if meshes.degrees.etp > 1 else ("ep",)
         for module in part.modules():
@@ -123,6 +126,13 @@ def split(part: nn.Module, meshes: Meshes, table: Table) -> None:
                 parallelize_module(module, meshes.sparse[axes], ByName(), src_data_rank=None)
     if uses_fsdp(meshes.degrees):
         _fully_shard(part, meshes, table)
+
+
+def _tie(part: nn.Module, table: Table) -> None:
+    for key, leaf in table.items():
+        if leaf.tied:
+            path, _, name = key.rpartition(".")
+            part.get_submodule(path).register_parameter(name, part.get_parameter(leaf.tied))
 
 
 class ByName(ParallelStyle):

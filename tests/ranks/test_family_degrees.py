@@ -6,6 +6,7 @@ export are the family's own, through its table.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from torchtitan_ckpt import families
 from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.formats import hf
 
+TIED = " tied"
 BY_NAME = {case.name: case for case in CASES}
 PAIRS = {
     "llama3": ("fsdp2 x tp2", "fsdp4"),
     "qwen3": ("tp4", "fsdp2 x tp2"),
+    "qwen3 tied": ("fsdp2 x tp2", "fsdp4"),
     "qwen3_moe": ("fsdp4 x ep2", "fsdp2 x tp2"),
     "deepseek_v3": ("fsdp2 x tp2 x ep2 x etp2", "fsdp4 x ep4"),
     "deepseek_v32": ("fsdp4 x ep4", "fsdp2 x tp2 x ep2 x etp2"),
@@ -32,23 +35,28 @@ PAIRS = {
 RUNS = [
     pytest.param(name, generation, marks=[pytest.mark.slow] if number else [])
     for name in PAIRS
-    for number, generation in enumerate(families.get(name).generations)
+    for number, generation in enumerate(families.get(name.removesuffix(TIED)).generations)
 ]
 
 
 def adapter_of(name: str, generation: str) -> MappingAdapter:
-    config = {**CONFIGS[name], "tie_word_embeddings": False}
-    return MappingAdapter(config, family=name, generation=generation)
+    family = name.removesuffix(TIED)
+    config = {**CONFIGS[family], "tie_word_embeddings": name.endswith(TIED)}
+    return MappingAdapter(config, family=family, generation=generation)
 
 
-def table_of(adapter: MappingAdapter) -> dict[str, Leaf]:
+def table_of(name: str, adapter: MappingAdapter) -> dict[str, Leaf]:
     entries = adapter.native_entries("float32")
-    return {key: Leaf(entry.shape, entry.dtype) for key, entry in entries.items()}
+    table = {key: Leaf(entry.shape, entry.dtype) for key, entry in entries.items()}
+    if name.endswith(TIED):
+        (head,) = table.keys() & {"lm_head.weight", "output.weight"}
+        table[head] = replace(table[head], tied="tok_embeddings.weight")
+    return table
 
 
 def save(case: Case, name: str, generation: str, folder: str) -> None:
     adapter = adapter_of(name, generation)
-    job = Job.start(table_of(adapter), case.degrees, chunks=case.chunks)
+    job = Job.start(table_of(name, adapter), case.degrees, chunks=case.chunks)
     job.train()
     manager = job.manager(f"{folder}/full", interval=1)
     assert manager.save(1)
@@ -60,7 +68,7 @@ def save(case: Case, name: str, generation: str, folder: str) -> None:
 
 def load(case: Case, name: str, generation: str, folder: str) -> list[str]:
     adapter = adapter_of(name, generation)
-    table = table_of(adapter)
+    table = table_of(name, adapter)
     job = Job.start(table, case.degrees, chunks=case.chunks, empty=True)
     manager = job.manager(f"{folder}/full", load_only=True, exclude_from_loading=["dataloader"])
     assert manager.load()
@@ -101,4 +109,4 @@ def test_a_family_moves_between_splits(
 
 
 def test_every_family_has_a_pair() -> None:
-    assert set(PAIRS) == set(families.names())
+    assert {name.removesuffix(TIED) for name in PAIRS} == set(families.names())
