@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,3 +89,50 @@ def bar(what: str = "", total: int | None = None, *, wanted: bool = True) -> Ite
         yield drawn
     finally:
         drawn.stop()
+
+
+class Lines:
+    """The same for where there is no terminal, such as the log of a CI run: lines on stderr.
+
+    A line when a stage begins, and one now and then while it lasts, so that nobody waits for
+    minutes before a silent screen; work that ends within two seconds says nothing.
+    """
+
+    FIRST, NEXT, AGAIN = 2.0, 1.0, 15.0  # seconds: the first line, between stages, within one
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+        self._stage = self._said = ""
+        self._now = ""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._keep_reminding, name="progress", daemon=True)
+        self._watch.start()
+
+    def at(self, stage: str, detail: str) -> None:
+        """Work has come to `stage`; `detail` says where in it."""
+        with self._lock:
+            self._stage, self._now = stage, f"{stage}: {detail}"
+            quiet = time.monotonic() - self._last
+            if stage != self._said and quiet >= (self.NEXT if self._said else self.FIRST):
+                self._say()
+
+    def stop(self) -> None:
+        """Say nothing more."""
+        self._over.set()
+        self._watch.join()
+
+    def remind(self) -> None:
+        """Say where the work stands if nothing was said for long."""
+        with self._lock:
+            quiet = time.monotonic() - self._last
+            if self._now and quiet >= (self.AGAIN if self._said else self.FIRST):
+                self._say()
+
+    def _keep_reminding(self) -> None:
+        while not self._over.wait(0.5):
+            self.remind()
+
+    def _say(self) -> None:
+        self._last, self._said = time.monotonic(), self._stage
+        print(f"{self._last - self._begun:6.0f} s  {self._now}", file=sys.stderr, flush=True)

@@ -131,10 +131,22 @@ def _words(args: Args) -> list[str]:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """On a terminal, a line on stderr: which check runs, and how many of them are done."""
+def _progress() -> Iterator[Progress]:
+    """On stderr, which check runs, and how many of them are done: on a terminal a line that
+    changes, elsewhere a line for each chapter of a subject."""
     if not sys.stderr.isatty():
-        yield None
+        from torchtitan_ckpt.progress import Lines
+
+        lines = Lines()
+
+        def told(cell: str, done: int, total: int) -> None:
+            subject, _, check = cell.rpartition("::")
+            lines.at(f"{subject} {check.partition('.')[0]}", f"{check}, {done} of {total} done")
+
+        try:
+            yield told
+        finally:
+            lines.stop()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
