@@ -127,12 +127,81 @@ def test_another_command_does_not_go_on_from_what_was_left(tmp_path):
     assert all(v.dtype == torch.float32 for v in hf_tensors(tmp_path / "hf").values())
 
 
-def test_pt_after_a_kill_begins_anew(tmp_path):
+@pytest.mark.parametrize("after", [1, 40])
+def test_pt_output_goes_on_after_a_kill(after, tmp_path, monkeypatch):
+    """And ends as the same file, byte for byte, as without the interruption."""
+    from torchtitan_ckpt.convert import run
+    from torchtitan_ckpt.formats import torch_file_write
+
+    monkeypatch.setattr(torch_file_write, "_NOTED", 3000)
+    save_dcp(full_step(), tmp_path / "dcp")
+    whole = go(tmp_path / "dcp", tmp_path / "whole.pt", threads=1)
+    old, made = run._quietly, []
+
+    class Stop(BaseException):
+        pass
+
+    def quietly(job):
+        made.append(job)
+        if len(made) == after:
+            raise Stop
+        return old(job)
+
+    monkeypatch.setattr(run, "_quietly", quietly)
+    with pytest.raises(Stop):
+        go(tmp_path / "dcp", tmp_path / "x.pt", threads=1)
+    assert not (tmp_path / "x.pt").exists()
+    # What a kill leaves in the middle of a write: bytes without a line, and half a line.
+    for name, junk in ((".checkpoint.pt.partial", b"z" * 999), ("journal/checkpoint.pt", b'["lay')):
+        (path,) = tmp_path.glob(f".convert-*/**/{name}" if after > 1 else f".convert-*/out/{name}")
+        with path.open("ab") as file:
+            file.write(junk)
+        if after == 1:
+            break
+    made.clear()
+    monkeypatch.setattr(run, "_quietly", lambda job: made.append(job) or old(job))
+    done = go(tmp_path / "dcp", tmp_path / "x.pt", threads=1, no_verify=True)
+    assert done.resumed
+    assert (len(made) < whole.tensors) == (after > 1)
+    assert (tmp_path / "x.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["train_state"]["ntokens"] == 12345
+    assert not list(tmp_path.glob(".convert-*"))
+
+
+def test_pt_output_goes_on_after_sigkill(tmp_path):
     save_dcp(full_step(), tmp_path / "dcp")
     assert stopping_after(40, tmp_path / "dcp", tmp_path / "x.pt") == -signal.SIGKILL
     assert not (tmp_path / "x.pt").exists()
-    go(tmp_path / "dcp", tmp_path / "x.pt")
+    assert go(tmp_path / "dcp", tmp_path / "x.pt").resumed
     assert torch.load(tmp_path / "x.pt", weights_only=True)["train_state"]["ntokens"] == 12345
+
+
+def test_pt_with_a_wrong_part_of_an_earlier_run_is_not_put_in_place(tmp_path, monkeypatch):
+    """What an earlier run has written is made again and compared."""
+    from torchtitan_ckpt.convert import run
+    from torchtitan_ckpt.formats import torch_file_write
+
+    monkeypatch.setattr(torch_file_write, "_NOTED", 3000)
+    save_dcp(full_step(), tmp_path / "dcp")
+    old, made = run._quietly, []
+
+    def quietly(job):
+        made.append(job)
+        if len(made) == 40:
+            raise KeyboardInterrupt
+        return old(job)
+
+    monkeypatch.setattr(run, "_quietly", quietly)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "dcp", tmp_path / "x.pt", threads=1)
+    monkeypatch.undo()
+    (path,) = tmp_path.glob(".convert-*/out/.checkpoint.pt.partial")
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError):
+        go(tmp_path / "dcp", tmp_path / "x.pt", threads=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["dcp"]
 
 
 def test_a_second_conversion_to_one_target_is_told(tmp_path):

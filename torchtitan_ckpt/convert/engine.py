@@ -207,7 +207,8 @@ class _Job:
         with self.ranks.together("writing the file"):
             if self.ranks.rank == 0 and not path.exists():
                 count = self._counter("converting", conversion.units)
-                with sinks.torch_sink(path, conversion.units, self.sync) as sink:
+                journal = self.place.journal / name
+                with sinks.torch_sink(path, conversion.units, self.sync, journal) as sink:
                     run.write(conversion.units, sink, self.piece, self.threads, count, self.digests)
                     paths = None
                     if conversion.source_format == "dcp" and not self.options.flat:

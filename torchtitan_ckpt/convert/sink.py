@@ -1,7 +1,7 @@
 """Where a conversion writes to: the three formats, each from one process at a time.
 
 Hugging Face files are written whole, one after the other; a finished one is kept for a later run.
-DCP data files too. A `.pt` is one file and begins anew. Nothing here gives a result its name.
+DCP data files too, and the finished tensors of a `.pt`. Nothing here gives a result its name.
 """
 
 from __future__ import annotations
@@ -157,9 +157,11 @@ class TorchSink:
         self._left = 0
 
     def done(self, place: Place) -> bool:
-        return False
+        return place[0] in self._writer.done
 
     def write(self, key: str, offsets: Ints, tensor: torch.Tensor) -> None:
+        if key in self._writer.done:  # made again beside one that is not done
+            return
         entry = self._entries[key]
         if self._sink is None:
             if tuple(tensor.shape) == entry.shape:
@@ -185,6 +187,6 @@ class TorchSink:
 
 
 @contextlib.contextmanager
-def torch_sink(path: Path, units: Sequence[Unit], sync: bool) -> Iterator[TorchSink]:
-    with TorchFileWriter(path, sync=sync) as writer:
+def torch_sink(path: Path, units: Sequence[Unit], sync: bool, journal: Path) -> Iterator[TorchSink]:
+    with TorchFileWriter(path, sync=sync, journal=journal) as writer:
         yield TorchSink(writer, units)

@@ -1,7 +1,8 @@
 """Write a `.pt` file entry by entry, in memory bounded by what the caller hands over at a time.
 
 The file is what torch.save writes for a flat dict: an uncompressed zip with `data.pkl`, storages
-aligned to 64 bytes. It appears under its name when it is complete, and not before.
+aligned to 64 bytes. It appears under its name when it is complete, and not before. With a journal,
+what an interrupted writer has written is kept, and the next one goes on from there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import torch
 
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.tensor_bytes import memory, plain
+from torchtitan_ckpt.formats.torch_file_journal import Done, Journal
 from torchtitan_ckpt.manifest import ITEM_SIZE
 
 _ALIGN = 64
 _WIDE = 0xFFFFFFFF  # sizes and offsets from here on stand in 64-bit fields
 _PREFIX = "archive/"
+_NOTED = 2**28  # bytes from one note in the journal to the next
 _LEGACY = {
     "float64": "DoubleStorage",
     "float32": "FloatStorage",
@@ -68,18 +71,30 @@ class TorchFileWriter:
     ...     with out.tensor("output.weight", (151936, 1024), "bfloat16") as sink:
     ...         sink(block)
 
+    `journal` is a file to keep notes in: `done` are the keys that an earlier writer of the same
+    path and journal has written; they are not to be written again.
+
     Raises `SaveError` on failures of the file system and when bytes are missing or too many.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, sync: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, sync: bool = True, journal: Path | None = None
+    ) -> None:
         self._path = Path(path)
         self._partial = self._path.with_name(f".{self._path.name}.partial")
         self._sync = sync
         self._entries: list[tuple[bytes, int, int, int]] = []  # name, header, size, crc
         self._values: dict[str, Any] = {}
         self._storages = 0
+        self._journal = None if journal is None else Journal(journal, self._partial)
+        self._unnoted: list[Done] = []
         with self._in_words():
-            self._file = self._partial.open("wb")
+            earlier = self._journal.read() if self._journal else []
+            self._file = self._partial.open("r+b" if earlier else "wb")
+            for done in earlier:
+                self._take(done)
+            self._file.seek(self._file.truncate(earlier[-1].end if earlier else 0))
+        self.done = frozenset(done.key for done in earlier)
 
     def __enter__(self) -> TorchFileWriter:
         return self
@@ -97,8 +112,9 @@ class TorchFileWriter:
         finally:
             with contextlib.suppress(OSError):
                 self._file.close()
-            with contextlib.suppress(OSError):
-                self._partial.unlink()
+            if self._journal is None:
+                with contextlib.suppress(OSError):
+                    self._partial.unlink()
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
         """Write one whole tensor."""
@@ -110,12 +126,18 @@ class TorchFileWriter:
     def tensor(self, key: str, shape: tuple[int, ...], dtype: str) -> Iterator[Sink]:
         """Write a tensor in pieces: hand its bytes to the sink, all of them."""
         self._new(key)
-        numel = math.prod(shape)
-        storage = _Storage(str(self._storages), dtype, numel)
+        stub = self._stub(shape, dtype)
+        nbytes = stub.storage.numel * ITEM_SIZE[dtype]
+        with self._in_words():
+            with self._entry(f"data/{stub.storage.key}", nbytes) as sink:
+                yield sink
+            self._note(key, stub)
+        self._values[key] = stub
+
+    def _stub(self, shape: tuple[int, ...], dtype: str) -> _Stub:
+        storage = _Storage(str(self._storages), dtype, math.prod(shape))
         self._storages += 1
-        with self._in_words(), self._entry(f"data/{storage.key}", numel * ITEM_SIZE[dtype]) as sink:
-            yield sink
-        self._values[key] = _Stub(storage, tuple(shape))
+        return _Stub(storage, tuple(shape))
 
     def alias(self, key: str, of: str) -> None:
         """A second name for a tensor already written (tied weights): no bytes of its own."""
@@ -161,6 +183,28 @@ class TorchFileWriter:
                     where=str(error.filename or self._where),
                 )
             ) from error
+
+    # The journal
+
+    def _take(self, done: Done) -> None:
+        """Count a tensor that an earlier writer has written."""
+        stub = self._stub(done.shape, done.dtype)
+        name = f"{_PREFIX}data/{stub.storage.key}".encode()
+        self._entries.append((name, done.header, done.size, done.crc))
+        self._values[done.key] = stub
+
+    def _note(self, key: str, stub: _Stub) -> None:
+        if self._journal is None:
+            return
+        _, header, size, crc = self._entries[-1]
+        end = self._file.tell()
+        self._unnoted.append(Done(key, stub.shape, stub.storage.dtype, header, size, crc, end))
+        if end - self._unnoted[0].header >= _NOTED:
+            self._file.flush()
+            if self._sync:
+                os.fsync(self._file.fileno())
+            self._journal.add(self._unnoted, sync=self._sync)
+            self._unnoted = []
 
     # The archive
 
@@ -261,11 +305,10 @@ class TorchFileWriter:
     def _nested(self, tensor: torch.Tensor) -> _Stub:
         """A tensor inside another value: its bytes are written when it is met."""
         tensor = plain(tensor)
-        storage = _Storage(str(self._storages), str(tensor.dtype)[6:], tensor.numel())
-        self._storages += 1
-        with self._entry(f"data/{storage.key}", storage.numel * tensor.element_size()) as sink:
+        stub = self._stub(tuple(tensor.shape), str(tensor.dtype)[6:])
+        with self._entry(f"data/{stub.storage.key}", tensor.nbytes) as sink:
             sink(memory(tensor))
-        return _Stub(storage, tuple(tensor.shape))
+        return stub
 
 
 def _reduce(stub: _Stub) -> tuple[Any, tuple[Any, ...]]:
