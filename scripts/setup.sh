@@ -22,13 +22,20 @@ PY
 stamp="$venv/.ready"
 want="$(cat pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1) $extras"
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
-    echo "setting up $venv (extras: ${extras:-none})" >&2
+    say() { printf '%6d s  set-up: %s\n' "$SECONDS" "$*" >&2; }
+    # pip is asked to be quiet; a line now and then says that it is at work.
+    (while sleep 20; do say "still at it"; done) >/dev/null &
+    trap "kill $! 2>/dev/null" EXIT
+    say "$venv is made or brought up to date (extras: ${extras:-none})"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" >&2
     # Torch first and pinned: a range would let another package choose a build of several GB.
+    say "torch 2.13.0, some 200 MB where it is not there yet"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 >&2
+    say "the package and what it needs"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
         -e ".${extras:+[$extras]}" torch==2.13.0 >&2
     printf '%s' "$want" >"$stamp"
+    say "done"
 fi
 case "$venv" in
     /*) echo "$venv/bin/python" ;;
