@@ -148,7 +148,7 @@ class Matrix:
                 str(path),
                 ownership,
                 self.kind,
-                timeout=120,
+                timeout=180,
             )
             different = sorted({key for rank in wrong for key in rank})
             assert not different, f"{case.name} trained differently: {different[:5]}"
@@ -168,7 +168,7 @@ class Matrix:
                 self.table,
                 str(self.saved(source)),
                 self.kind,
-                timeout=120,
+                timeout=180,
             )
         except (RanksFailed, AssertionError) as error:
             row.wrong.append(str(error))
@@ -197,7 +197,7 @@ HEAD = f"{'saved under':<25}{'loaded under':<25}{'ranks':>5}{'DCP s':>8}{'HF s':
 
 
 def line_of(row: Row) -> str:
-    """One pair, as a line of the table."""
+    """One pair, as a line of the table; what was wrong stands in full below it."""
     verdict = "equal" if not row.wrong else f"{len(row.wrong)} wrong: {row.wrong[0][:60]!r}"
     return (
         f"{row.source:<25}{row.target:<25}{row.ranks:>5}{row.load_seconds:>8.2f}"
@@ -229,6 +229,9 @@ def main() -> int:
             for source, target in every_pair() if options.all else cycle():
                 print(line_of(matrix.pair(source, target)), flush=True)
             print(sum_of(matrix.rows))
+            for row in matrix.rows:
+                for text in row.wrong:
+                    print(f"{row.source} > {row.target}: {text}")
             rows += matrix.rows
     return 1 if not rows or any(row.wrong for row in rows) else 0
 

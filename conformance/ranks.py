@@ -141,7 +141,7 @@ class RankPool:
         self._owner = os.getpid()
 
     def run(
-        self, fn: Callable[..., T], n: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, fn: Callable[..., T], n: int, *args: Any, timeout: float = 180.0, **kwargs: Any
     ) -> list[T]:
         """Call `fn(*args, **kwargs)` on `n` ranks; the results in rank order.
 
@@ -157,7 +157,7 @@ class RankPool:
         return [o.value for o in outcomes]
 
     def outcomes(
-        self, fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, fn: Callable[..., Any], n: int, *args: Any, timeout: float = 180.0, **kwargs: Any
     ) -> list[Outcome]:
         """As `run`, but failures are returned, not raised: for tests about failing ranks."""
         if not 1 <= n <= self.size:

@@ -75,8 +75,8 @@ def _exchange(mine: Mapping[str, Description], ranks: Ranks) -> _Holders:
     """Everybody's view; ranks that say the same say it once."""
     # Each data-parallel rank has a loader entry of its own, and each rank its generators: kept
     # apart, so that they do not make every rank's view a different one.
-    shared = {key: d for key, d in mine.items() if not _is_own(key)}
-    own = [key for key in mine if _is_own(key)]
+    shared = {key: d for key, d in mine.items() if not is_own(key)}
+    own = [key for key in mine if is_own(key)]
     digest = xxhash.xxh3_128_digest(repr(sorted(shared.items())).encode())
     everyone = ranks.gather((digest, own))
     digests = [d for d, _ in everyone]
@@ -98,7 +98,8 @@ def _exchange(mine: Mapping[str, Description], ranks: Ranks) -> _Holders:
     return _Holders({key: tuple(sorted(group)) for key, group in holders.items()}, views)
 
 
-def _is_own(key: str) -> bool:
+def is_own(key: str) -> bool:
+    """Whether each rank, or each data-parallel rank, has a key of this kind for itself."""
     return key.startswith(("dataloader.dp_rank_", f"{rng.PREFIX}rank_"))
 
 
@@ -152,7 +153,7 @@ def _key_problems(holders: _Holders, world: int) -> list[Problem]:
     """
     by_group: dict[tuple[int, ...], list[str]] = {}
     for key, group in holders.ranks.items():
-        if not _is_own(key):
+        if not is_own(key):
             by_group.setdefault(group, []).append(key)
     everyone = tuple(range(world))
     groups = [set(group) for group in {*by_group, everyone}]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
+from torchtitan_ckpt.agree import is_own
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import MismatchError, Problem, list_keys, nearest
 from torchtitan_ckpt.manifest import Manifest, is_floating
@@ -106,12 +107,17 @@ def compare(
 
 
 def _union(mine: dict[str, Spec], ranks: Ranks) -> dict[str, Spec]:
-    """What all ranks want. Ranks that want the same thing, as most do, send it once."""
-    digest = xxhash.xxh3_128_hexdigest(repr(sorted(mine.items())).encode())
-    digests = ranks.gather(digest)
-    senders = {d: digests.index(d) for d in digests}
+    """What all ranks want. Ranks that want the same thing, as most do, send it once.
+
+    What each rank has of its own (its data loader's entry) would make all of them differ.
+    """
+    own = {key: value for key, value in mine.items() if is_own(key)}
+    shared = {key: value for key, value in mine.items() if key not in own}
+    digest = xxhash.xxh3_128_hexdigest(repr(sorted(shared.items())).encode())
+    told = ranks.gather((digest, own))
+    first = [d for d, _ in told].index(digest)
     out: dict[str, Spec] = {}
-    for part in ranks.gather(mine if senders[digest] == ranks.rank else {}):
+    for part in (*ranks.gather(shared if first == ranks.rank else {}), *(o for _, o in told)):
         out.update(part)
     return out
 

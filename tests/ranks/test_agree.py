@@ -124,7 +124,7 @@ def check(edit: Callable[[dict[str, Any], int], None]) -> list[tuple[str, str]]:
 def test_a_disagreement_is_named_on_every_rank(
     pool: RankPool, edit: Callable[..., None], code: str, texts: list[str]
 ) -> None:
-    outcomes = pool.run(check, 4, edit, timeout=20)
+    outcomes = pool.run(check, 4, edit)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     ((found, text),) = outcomes[0]
     assert found == code
@@ -132,7 +132,7 @@ def test_a_disagreement_is_named_on_every_rank(
 
 
 def test_a_shard_that_a_rank_left_out(pool: RankPool) -> None:
-    outcomes = pool.run(check, 4, drop_shard, timeout=20)
+    outcomes = pool.run(check, 4, drop_shard)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     codes = dict(outcomes[0])
     assert "layers.0.w" in codes["ranks.mesh"]
@@ -193,10 +193,10 @@ def emptied(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["meta", "freed"])
 def test_tensors_without_memory_are_not_read(pool: RankPool, how: str) -> None:
-    assert pool.run(emptied, 2, how, timeout=20) == ["", ""]
+    assert pool.run(emptied, 2, how) == ["", ""]
 
 
 def test_a_rank_that_cannot_say_makes_every_rank_fail(pool: RankPool) -> None:
-    first, second = pool.run(emptied, 2, "other", timeout=20)
+    first, second = pool.run(emptied, 2, "other")
     assert "quantized" in first
     assert "quantized" in second

@@ -101,10 +101,10 @@ def test_a_family_moves_between_splits(
     pool: RankPool, tmp_path: Path, name: str, generation: str
 ) -> None:
     source, target = (BY_NAME[split] for split in PAIRS[name])
-    pool.run(save, source.ranks, source, name, generation, str(tmp_path), timeout=120)
+    pool.run(save, source.ranks, source, name, generation, str(tmp_path))
     exported = hf.read_manifest(tmp_path / "last" / "checkpoint" / "step-1")
     assert exported.tensors.keys() == adapter_of(name, generation).hf_entries().keys()
-    wrong = pool.run(load, target.ranks, target, name, generation, str(tmp_path), timeout=120)
+    wrong = pool.run(load, target.ranks, target, name, generation, str(tmp_path))
     assert wrong == [[]] * target.ranks
 
 

@@ -129,7 +129,7 @@ def test_every_writer_has_a_file(pool: RankPool, tmp_path: Path) -> None:
 def test_a_failure_is_every_ranks_failure(
     pool: RankPool, tmp_path: Path, kind: str, code: str, named: str, ownership: str
 ) -> None:
-    results = pool.run(cases.failure, 3, str(tmp_path / "x"), kind, ownership, timeout=40)
+    results = pool.run(cases.failure, 3, str(tmp_path / "x"), kind, ownership)
     for result in results:
         assert code in result["codes"], result
         assert named in result["text"]

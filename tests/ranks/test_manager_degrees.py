@@ -92,7 +92,7 @@ def test_a_seed_of_another_model_is_refused_before_data_moves(
     table["layers.3.extra.weight"] = Leaf((5, 3))
     del table["layers.4.attention.q_norm.weight"]
     case = BY_NAME[split]
-    texts = pool.run(load_other_model, case.ranks, case, seed, table, timeout=30)
+    texts = pool.run(load_other_model, case.ranks, case, seed, table)
     together = "\n".join(texts)
     for part in (key, "layers.3.extra.weight", "layers.4.attention.q_norm.weight"):
         assert part in together
@@ -143,7 +143,7 @@ def load_without(case: Case, folder: str) -> list[str]:
 def test_every_subset_of_states_can_be_left_out(pool: RankPool, tmp_path: Path, split: str) -> None:
     case = BY_NAME[split]
     pool.run(save_step, case.ranks, case, str(tmp_path))
-    wrong = pool.run(load_without, case.ranks, case, str(tmp_path), timeout=120)
+    wrong = pool.run(load_without, case.ranks, case, str(tmp_path))
     assert wrong == [[]] * case.ranks
 
 

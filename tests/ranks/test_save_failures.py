@@ -66,7 +66,7 @@ def test_every_rank_fails_with_the_cause(
     pool: RankPool, tmp_path: Path, how: str, parts: list[str]
 ) -> None:
     case = BY_NAME["fsdp2 x tp2"]
-    outcomes = pool.run(save, case.ranks, case, str(tmp_path), how, timeout=60)
+    outcomes = pool.run(save, case.ranks, case, str(tmp_path), how)
     for text, steps in outcomes:
         assert all(part in text for part in parts), text
         assert steps == []
@@ -74,7 +74,7 @@ def test_every_rank_fails_with_the_cause(
 
 def test_an_unspoilt_state_is_saved(pool: RankPool, tmp_path: Path) -> None:
     case = BY_NAME["fsdp2 x tp2"]
-    outcomes = pool.run(save, case.ranks, case, str(tmp_path), "", timeout=60)
+    outcomes = pool.run(save, case.ranks, case, str(tmp_path), "")
     assert outcomes == [("", ["step-1"])] * case.ranks
 
 
@@ -111,7 +111,7 @@ def save_with_a_failing_disk(folder: str) -> str:
 
 
 def test_a_file_that_cannot_be_written_fails_both_ranks(pool: RankPool, tmp_path: Path) -> None:
-    texts = pool.run(save_with_a_failing_disk, 2, str(tmp_path), timeout=60)
+    texts = pool.run(save_with_a_failing_disk, 2, str(tmp_path))
     for text in texts:
         assert "__1_0.distcp" in text
         assert "rank 1" in text.lower()

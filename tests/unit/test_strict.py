@@ -1,11 +1,14 @@
 """What is said of a checkpoint that does not fit: exact words, the whole before its parts."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import MismatchError
 from torchtitan_ckpt.manifest import Manifest, Shard, TensorEntry
-from torchtitan_ckpt.strict import compare
+from torchtitan_ckpt.strict import _union, compare
 
 
 def said(wanted, held):
@@ -84,3 +87,29 @@ def test_many_pairs_of_shapes_are_counted_beyond_eight():
     block = said(wanted, held).problems[-1]
     assert len(block.actual.splitlines()) == 9
     assert block.actual.endswith("… and 3 more pairs of shapes")
+
+
+class Together(Ranks):
+    """Ranks that are threads; counts the specifications that each sends."""
+
+    def gather(self, value):
+        sent[self.rank] += sum(len(part) for part in [value] if isinstance(part, dict))
+        board[self.rank] = value
+        barrier.wait(10)
+        seen = list(board)
+        barrier.wait(10)
+        return seen
+
+
+board, sent, barrier = [None] * 3, [0] * 3, threading.Barrier(3)
+
+
+def test_ranks_with_a_loader_entry_each_send_the_rest_once():
+    """At thousands of ranks, every rank's whole list to every other would be gigabytes."""
+    common = {f"layers.{n}.weight": ((4,), "float32") for n in range(50)}
+    with ThreadPoolExecutor(3) as pool:
+        mine = [{**common, f"dataloader.dp_rank_{rank}": None} for rank in range(3)]
+        ranks = [Together(None, rank, 3) for rank in range(3)]
+        found = list(pool.map(_union, mine, ranks))
+    assert all(view == mine[0] | mine[1] | mine[2] for view in found)
+    assert sorted(sent) == [0, 0, 50]
