@@ -90,13 +90,33 @@ def test_a_missing_shard_and_a_cut_file_are_findings(tmp_path, capsys):
     assert {"hf.shard-absent", "hf.file-cut"} <= set(codes(report))
 
 
-def test_dcp_faults_are_findings_and_the_rest_is_said_to_be_unchecked(tmp_path, capsys):
-    folder = torch_save(some_state(), tmp_path / "s")
+def test_all_that_is_wrong_with_a_dcp_is_said_at_once(tmp_path, capsys):
+    """A place beyond a file's end hides no stray file, no NaN and no missing tensor."""
+    folder = torch_save(some_state() | {"bad": torch.full((3, 4), torch.nan)}, tmp_path / "s")
     edit(folder, lambda md: setattr(stored(md, "half"), "offset", 10**9))
-    code, report = run(capsys, folder, "--deep", "--against", "qwen3")
+    shutil.copy(folder / "__0_0.distcp", folder / "__7_0.distcp")
+    code, report = run(capsys, folder, "--deep", "--against", QWEN3 / "moe")
     assert code == 1
-    assert codes(report) == ["dcp.beyond-file"]
-    assert len(report["skipped"]) == 2
+    found = codes(report)
+    assert found[:2] == ["dcp.beyond-file", "dcp.stray-file"]
+    assert {"verify.missing", "verify.unknown", "verify.not-finite"} <= set(found)
+    assert report["skipped"] == ["values and checksums of what is not whole: half"]
+    assert report["deep"]["tensors"] == report["tensors"] - 2  # half, and one without elements
+
+
+def test_a_missing_file_hides_nothing_of_the_others(tmp_path, capsys):
+    folder = tmp_path / "s"
+    shutil.copytree(GOLDEN / "torch-2.13-4ranks", folder)
+    (folder / "__3_0.distcp").unlink()
+    (shard,) = read_manifest(GOLDEN / "torch-2.13-4ranks").tensors["step"].shards
+    data = bytearray((folder / shard.file).read_bytes())
+    data[data.index(torch.tensor(5.0).numpy().tobytes(), shard.byte_offset)] ^= 0xFF
+    (folder / shard.file).write_bytes(data)
+    edit(folder, lambda md: setattr(stored(md, "dataloader.dp_rank_0"), "length", 10**9))
+    code, report = run(capsys, folder, "--deep")
+    assert code == 1
+    assert codes(report) == ["dcp.beyond-file", "dcp.file-missing", "checksum.differs"]
+    assert "rows" in report["skipped"][0]
 
 
 def test_stray_dcp_files_are_named(tmp_path, capsys):

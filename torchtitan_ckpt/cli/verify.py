@@ -51,7 +51,7 @@ class Args:
 
 def run(args: Args) -> int:
     """0 sound, 1 findings, 3 not readable or refused, 5 there was nothing to check."""
-    from torchtitan_ckpt.errors import ConfigError, Problem
+    from torchtitan_ckpt.errors import ConfigError, Problem, list_keys
     from torchtitan_ckpt.verify import check_structure
 
     if args.threads is not None and args.threads < 1:
@@ -66,41 +66,40 @@ def run(args: Args) -> int:
     skipped = []
     complete: Completeness | None = None
     deep: Deep | None = None
-    if manifest is None:
-        why = "the structure is broken"
-        skipped = [f"{what}: {why}" for what, on in _asked(args) if on]
-    else:
-        if args.against is not None:
-            from torchtitan_ckpt.verify.completeness import compare
+    if args.against is not None:
+        from torchtitan_ckpt.verify.completeness import compare
 
-            complete = compare(manifest, args.against, config=args.config)
-            problems += complete.problems
-            notes += complete.notes
-        if args.deep or args.stats:
-            from torchtitan_ckpt.progress import bar
-            from torchtitan_ckpt.verify.deep import read_deep
-            from torchtitan_ckpt.verify.values import judge
+        complete = compare(manifest, args.against, config=args.config)
+        problems += complete.problems
+        notes += complete.notes
+    if args.deep or args.stats:
+        from torchtitan_ckpt.progress import bar
+        from torchtitan_ckpt.verify.deep import read_deep
+        from torchtitan_ckpt.verify.values import judge
 
-            with bar("reading", manifest.nbytes) as shown:
-                deep = read_deep(
-                    manifest,
-                    stats=args.stats,
-                    threads=args.threads,
-                    trust=args.trust,
-                    progress=None if shown is None else shown.advance,
-                )
-            found, odd = judge(manifest, deep.values)
-            problems += [*deep.problems, *found]
-            notes += odd
-    nothing = manifest is not None and not manifest.tensors and not manifest.objects
+        unsound = manifest.keys - structure.sound.keys
+        if unsound:
+            skipped.append(f"values and checksums of what is not whole: {list_keys(unsound)}")
+        with bar("reading", structure.sound.nbytes) as shown:
+            deep = read_deep(
+                structure.sound,
+                stats=args.stats,
+                threads=args.threads,
+                trust=args.trust,
+                progress=None if shown is None else shown.advance,
+            )
+        found, odd = judge(manifest, deep.values)
+        problems += [*deep.problems, *found]
+        notes += odd
+    nothing = not manifest.tensors and not manifest.objects
     if args.json:
         print(
             json_module.dumps(
                 {
                     "path": args.path,
                     "format": structure.detection.format,
-                    "tensors": 0 if manifest is None else len(manifest.tensors),
-                    "bytes": 0 if manifest is None else manifest.nbytes,
+                    "tensors": len(manifest.tensors),
+                    "bytes": manifest.nbytes,
                     "against": None if complete is None else _complete_json(complete),
                     "deep": None if deep is None else _deep_json(deep),
                     "skipped": skipped,
@@ -117,7 +116,7 @@ def run(args: Args) -> int:
             print(f"note: {line}")
         for line in skipped:
             print(f"not checked: {line}")
-        if deep is not None and args.stats and manifest is not None:
+        if deep is not None and args.stats:
             print(_stats_text(manifest, deep))
         print(_verdict(args, structure.detection.format, manifest, complete, deep, len(problems)))
     if problems:
@@ -125,30 +124,21 @@ def run(args: Args) -> int:
     return 5 if nothing else 0
 
 
-def _asked(args: Args) -> list[tuple[str, bool]]:
-    return [
-        ("completeness", args.against is not None),
-        ("values and checksums", args.deep or args.stats),
-    ]
-
-
 def _verdict(
     args: Args,
     format: str | None,
-    manifest: Manifest | None,
+    manifest: Manifest,
     complete: Completeness | None,
     deep: Deep | None,
     count: int,
 ) -> str:
     from torchtitan_ckpt.inspection import size_text
 
-    parts = ["structure"]
-    if manifest is not None:
-        parts = [
-            f"structure of {len(manifest.tensors)} tensors"
-            + (f" and {len(manifest.objects)} objects" if manifest.objects else "")
-            + f" in {len(manifest.files)} files"
-        ]
+    parts = [
+        f"structure of {len(manifest.tensors)} tensors"
+        + (f" and {len(manifest.objects)} objects" if manifest.objects else "")
+        + f" in {len(manifest.files)} files"
+    ]
     if complete is not None:
         parts.append(f"{complete.matched} of {complete.expected} tensors of {complete.name}")
     if deep is not None:

@@ -8,20 +8,14 @@ are left out and named in `info["none_keys"]`, one a line.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_ckpt.errors import (
-    DamagedError,
-    InputError,
-    NotFoundError,
-    Problem,
-    RefusedError,
-    list_keys,
-)
+from torchtitan_ckpt.errors import DamagedError, InputError, Problem, RefusedError
 from torchtitan_ckpt.formats.coverage import explain_cover
 from torchtitan_ckpt.formats.dcp_objects import pickled_nones
+from torchtitan_ckpt.formats.dcp_problems import Faults, compressed, no_metadata
 from torchtitan_ckpt.formats.folders import Folder, open_folder
 from torchtitan_ckpt.formats.pickle_parts import Malformed, Record, garbage_collection_paused
 from torchtitan_ckpt.formats.pickles import (
@@ -34,7 +28,20 @@ from torchtitan_ckpt.formats.pickles import (
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest, ObjectEntry, Shard, TensorEntry
 
 METADATA = ".metadata"
-_RANK_LOCAL = re.compile(r"__[0-9]+(_[0-9]+)?\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a folder holds. `manifest` is all that `.metadata` describes, `sound` the part of it
+    that can be read, `named` every file that it names. `refused` says that the problems are names
+    that must not be opened, and nothing else.
+    """
+
+    manifest: Manifest
+    sound: Manifest
+    named: frozenset[str]
+    problems: tuple[Problem, ...] = ()
+    refused: bool = False
 
 
 def read_manifest(path: str | os.PathLike[str], *, trust: bool = False) -> Manifest:
@@ -44,10 +51,21 @@ def read_manifest(path: str | os.PathLike[str], *, trust: bool = False) -> Manif
     or compressed layouts, names that leave the folder) or `DamagedError` (everything that
     contradicts itself, all at once).
     """
+    found = survey(path, trust=trust)
+    if found.problems:
+        raise (RefusedError if found.refused else DamagedError)(*found.problems)
+    return found.manifest
+
+
+def survey(path: str | os.PathLike[str], *, trust: bool = False) -> Survey:
+    """Look at a folder without raising for what contradicts itself.
+
+    Raises as `read_manifest` does for what cannot be understood at all.
+    """
     folder = open_folder(path)
     sizes = folder.sizes()
     if METADATA not in sizes:
-        raise _no_metadata(folder.name, sizes)
+        raise no_metadata(folder.name, sizes)
     where = f"{folder.name.rstrip('/')}/{METADATA}"
     if sizes[METADATA] > MAX_METADATA_BYTES:
         raise RefusedError(
@@ -69,13 +87,15 @@ class _Builder:
         self, folder: Folder, sizes: Mapping[str, int], metadata: Metadata, where: str
     ) -> None:
         self.folder, self.sizes, self.metadata, self.where = folder, dict(sizes), metadata, where
-        self.faults: dict[str, list[tuple[str, str]]] = {}
+        self.faults = Faults()
+        self.unsafe: set[str] = set()
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, ObjectEntry] = {}
         self.transforms: dict[str, None] = {}
         self.ranges: dict[str, list[tuple[int, int, str]]] = {}
+        self.starts: dict[str, int] = {}  # of the first tensor of each file
 
-    def build(self) -> Manifest:
+    def build(self) -> Survey:
         try:
             stored = self._storage()
             for key, value in self.metadata.state_dict_metadata.items():
@@ -100,19 +120,21 @@ class _Builder:
             ) from None
         if stored:
             for key, _ in stored:
-                self._fault("dcp.stored-unknown", key, "its bytes are listed, the key is not")
+                self.faults.add("dcp.stored-unknown", key, "its bytes are listed, the key is not")
+        named = frozenset(self.ranges).union(item["relative_path"] for item in stored.values())
         self._check_ranges()
         if self.transforms:
-            raise self._compressed()
-        self._raise_faults()
+            raise compressed(self.transforms, self.where)
         self._check_serialization()
-        none_keys = pickled_nones(self.folder, self.objects.values())
+        tensors = {k: e for k, e in self.tensors.items() if self._is_sound(k, e.shards)}
+        objects = {k: e for k, e in self.objects.items() if self._is_sound(k, (e,))}
+        none_keys = pickled_nones(self.folder, objects.values())
         for key in none_keys:
-            del self.objects[key]
+            del self.objects[key], objects[key]
         info = {"none_keys": "\n".join(none_keys)} if none_keys else {}
         if self.metadata.version:
             info["version"] = self.metadata.version
-        return Manifest(
+        manifest = Manifest(
             path=self.folder.name,
             format="dcp",
             tensors=self.tensors,
@@ -120,6 +142,13 @@ class _Builder:
             files=self.sizes,
             info=info,
         )
+        sound = replace(manifest, tensors=tensors, objects=objects)
+        problems = self.faults.problems(self.where)
+        return Survey(manifest, sound, named, problems, self.faults.only_refused)
+
+    def _is_sound(self, key: str, places: Iterable[Shard | ObjectEntry]) -> bool:
+        bad = key in self.faults.keys or any(place.file in self.unsafe for place in places)
+        return not bad
 
     # From the metadata
 
@@ -137,7 +166,7 @@ class _Builder:
             if size is None:
                 size = self._look_up(name, key)
             if size >= 0 and (start < 0 or length <= 0 or start + length > size):
-                self._fault(
+                self.faults.add(
                     "dcp.beyond-file", key, f"bytes {start} to {start + length} of {name} ({size})"
                 )
             transforms = item.get("transform_descriptors")
@@ -153,7 +182,7 @@ class _Builder:
         chunks = entry.state.get("chunks", ()) if type(entry) is Record and entry.state else ()
         empty = any(c.state["offsets"] == offset and 0 in c.state["sizes"] for c in chunks)
         if not empty:
-            self._fault("dcp.stored-twice", key, f"its shard at {offset} has two places")
+            self.faults.add("dcp.stored-twice", key, f"its shard at {offset} has two places")
 
     def _look_up(self, name: str, key: str) -> int:
         """The size of a file that a listing of the folder does not show, -1 when there is none."""
@@ -197,29 +226,30 @@ class _Builder:
             item = stored.pop((key, offsets), None)
             if item is None:
                 if numel:
-                    self._fault("dcp.not-stored", key, f"nothing holds its shard at {offsets}")
+                    self.faults.add("dcp.not-stored", key, f"nothing holds its shard at {offsets}")
                 continue
             name, start, length = item["relative_path"], item["offset"], item["length"]
             if length < numel * itemsize and "transform_descriptors" not in item:
-                self._fault(
+                self.faults.add(
                     "dcp.item-too-small",
                     key,
                     f"{length} bytes for {list(sizes)} of {dtype.name}",
                 )
             self.ranges.setdefault(name, []).append((start, length, key))
+            self.starts.setdefault(name, start)
             if numel:
                 boxes.append((offsets, sizes))
                 shards.append(Shard(offsets, sizes, name, start, length))
         if len(boxes) != 1 or boxes[0][1] != shape or any(boxes[0][0]):
             reason = explain_cover(shape, boxes)
             if reason:
-                self._fault("dcp.coverage", key, reason)
+                self.faults.add("dcp.coverage", key, reason)
         self.tensors[key] = TensorEntry(key, shape, dtype.name, tuple(shards))
 
     def _object(self, key: str, stored: dict[Any, Mapping[str, Any]]) -> None:
         item = stored.pop((key, None), None)
         if item is None:
-            self._fault("dcp.not-stored", key, "nothing holds it")
+            self.faults.add("dcp.not-stored", key, "nothing holds it")
             return
         name, start, length = item["relative_path"], item["offset"], item["length"]
         self.ranges.setdefault(name, []).append((start, length, key))
@@ -231,7 +261,7 @@ class _Builder:
         for name, ranges in self.ranges.items():
             if self.sizes[name] < 0:
                 for _, _, key in ranges:
-                    self._fault("dcp.file-missing", key, name)
+                    self.faults.add("dcp.file-missing", key, name)
                 continue
             ranges.sort()
             end, last = 0, ""
@@ -239,19 +269,22 @@ class _Builder:
                 if start < 0 or length <= 0 or start + length > self.sizes[name]:
                     continue  # said already
                 if start < end:
-                    self._fault("dcp.bytes-overlap", key, f"shares bytes of {name} with {last}")
+                    self.faults.add("dcp.bytes-overlap", key, f"shares bytes of {name} with {last}")
                 end, last = max(end, start + length), key
         for name in [name for name, size in self.sizes.items() if size < 0]:
             del self.sizes[name]
         for name in self.ranges:
             reason = self.folder.unsafe(name)
             if reason:
-                self._fault("dcp.unsafe-name", name, reason)
+                self.unsafe.add(name)
+                self.faults.add("dcp.unsafe-name", name, reason)
 
     def _check_serialization(self) -> None:
-        for name in {shard.file for e in self.tensors.values() for shard in e.shards[:1]}:
+        for name, start in self.starts.items():
+            if name in self.unsafe or start + 9 > self.sizes.get(name, 0):
+                continue
             file = self.folder.open(name)
-            head = file.read(0, min(9, file.size))
+            head = file.read(start, 9)
             file.close()
             if head[:2] != b"PK" and head[8:] == b"{":
                 raise RefusedError(
@@ -264,68 +297,6 @@ class _Builder:
                     )
                 )
 
-    # Words
-
-    def _fault(self, code: str, key: str, detail: str) -> None:
-        self.faults.setdefault(code, []).append((key, detail))
-
-    def _raise_faults(self) -> None:
-        if not self.faults:
-            return
-        problems = []
-        for code, found in self.faults.items():
-            what, cause = _FAULTS[code]
-            keys = list(dict.fromkeys(key for key, _ in found))
-            details = list(dict.fromkeys(detail for _, detail in found))
-            more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-            missing = code == "dcp.file-missing"  # one fault of many keys: told by the file
-            problems.append(
-                Problem(
-                    code=code,
-                    what=_missing(details, len(keys)) if missing else f"{what}: {list_keys(keys)}",
-                    where=self.where,
-                    expected=f"the bytes of {list_keys(keys)}" if missing else "",
-                    actual="" if missing else details[0] + more,
-                    cause=cause,
-                    fix="copy the checkpoint again, or use another step",
-                )
-            )
-        kind = RefusedError if set(self.faults) == {"dcp.unsafe-name"} else DamagedError
-        raise kind(*problems)
-
-    def _compressed(self) -> RefusedError:
-        return RefusedError(
-            Problem(
-                code="dcp.compressed",
-                what=f"its entries are transformed: {', '.join(self.transforms)}",
-                where=self.where,
-                expected="entries as torch.save wrote them",
-                cause="saved with stream extensions of torch.distributed.checkpoint",
-                fix="load it with dcp.load and the same extensions, and save it without them",
-            )
-        )
-
-
-_FAULTS = {
-    "dcp.beyond-file": ("bytes beyond the end of their file", "a file cut by a write or a copy"),
-    "dcp.stored-twice": ("shards stored in two places", "metadata of two saves mixed"),
-    "dcp.stored-unknown": ("bytes of keys that are not described", "metadata of two saves mixed"),
-    "dcp.not-stored": ("keys or shards that no file holds", "metadata of two saves mixed"),
-    "dcp.item-too-small": ("items smaller than their shard", "overwritten or invented metadata"),
-    "dcp.coverage": ("tensors whose shards do not tile them", "a rank's part missing or doubled"),
-    "dcp.file-missing": ("keys whose file is not in the folder", "an unfinished or partial copy"),
-    "dcp.bytes-overlap": ("items that share bytes of a file", "overwritten or invented metadata"),
-    "dcp.unsafe-name": ("files that are not opened", "links or invented names"),
-}
-
-
-def _missing(files: Sequence[str], keys: int) -> str:
-    count = f"({keys} key{'s' * (keys > 1)})"
-    if len(files) == 1:
-        return f"file {files[0]} is missing {count}"
-    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
-    return f"files {', '.join(files[:3])}{more} are missing {count}"
-
 
 def _counts(value: Any) -> bool:
     """Whether a value is a tuple of sizes that make sense."""
@@ -333,32 +304,3 @@ def _counts(value: Any) -> bool:
         return False
     wrong = [n for n in value if type(n) is not int or not 0 <= n < 2**62]
     return not wrong
-
-
-def _no_metadata(name: str, sizes: Mapping[str, int]) -> InputError:
-    local = sorted(n for n in sizes if _RANK_LOCAL.fullmatch(n))
-    if local:
-        return RefusedError(
-            Problem(
-                code="dcp.rank-local",
-                what="every rank wrote its own metadata, and there is no common one",
-                where=name,
-                actual=", ".join(local[:4]) + (", …" if len(local) > 4 else ""),
-                cause="saved with use_collectives=False",
-                fix="load it with dcp.load(use_collectives=False) on as many ranks and save again",
-            )
-        )
-    data = sum(n.endswith(".distcp") for n in sizes)
-    unfinished = data or any(n.endswith(f"{METADATA}.tmp") for n in sizes)
-    return NotFoundError(
-        Problem(
-            code="dcp.unfinished" if unfinished else "dcp.no-metadata",
-            what="the folder has no .metadata",
-            where=name,
-            actual=f"{data} .distcp files" if unfinished else f"{len(sizes)} other files",
-            cause="a save that was interrupted before its last step, or a partial copy"
-            if unfinished
-            else "not a DCP checkpoint",
-            fix="use another step" if unfinished else "name the step folder itself",
-        )
-    )

@@ -65,7 +65,7 @@ def _line(done: Done) -> str:
 def _parsed(line: str) -> Done | None:
     """The tensor of a line; None for one that was cut."""
     try:
-        key, shape, *rest = json.loads(line) if line.endswith("\n") else ()
+        key, shape, *rest = json.loads(line if line.endswith("\n") else "")
         values: Any = (key, tuple(shape), *rest)
         return Done(*values)
     except (ValueError, TypeError):

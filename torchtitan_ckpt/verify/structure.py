@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_ckpt.errors import DamagedError, NotFoundError, Problem, RefusedError, list_keys
+from torchtitan_ckpt.errors import DamagedError, Problem, RefusedError, list_keys
 from torchtitan_ckpt.formats import Detection, detect
 from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
@@ -17,19 +17,19 @@ from torchtitan_ckpt.formats.quantized import is_quantized
 from torchtitan_ckpt.manifest import Manifest
 
 Progress = Callable[[int, int], None]
-_UNREADABLE = ("dcp.metadata-form", "dcp.rank-local", "dcp.compressed")
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """What a look at names, sizes and headers found.
 
-    `problems` make the checkpoint wrong; `notes` are worth knowing. `manifest` is None where too
-    little is readable; `unreadable` is then the error to raise.
+    `problems` make the checkpoint wrong; `notes` are worth knowing. `manifest` is all that the
+    checkpoint describes, `sound` the part of it that can be read.
     """
 
     detection: Detection
-    manifest: Manifest | None
+    manifest: Manifest
+    sound: Manifest
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -49,7 +49,7 @@ def check_structure(path: str | os.PathLike[str], *, trust: bool = False) -> Str
         from torchtitan_ckpt.formats import torch_file
 
         manifest = torch_file.read_manifest(path, trust=trust)
-        return Structure(found, manifest, (), tuple(_left_out(manifest)))
+        return Structure(found, manifest, manifest, (), tuple(_left_out(manifest)))
     raise found.error()
 
 
@@ -66,35 +66,25 @@ def _hf(found: Detection) -> Structure:
             detect_quantized(seen.manifest)
         except RefusedError as error:
             problems += error.problems
-    return Structure(found, seen.manifest, tuple(problems))
+    return Structure(found, seen.manifest, seen.manifest, tuple(problems))
 
 
 def _dcp(found: Detection, path: str | os.PathLike[str], trust: bool) -> Structure:
     from torchtitan_ckpt.formats import dcp
 
-    try:
-        manifest = dcp.read_manifest(path, trust=trust)
-    except (NotFoundError, RefusedError):
-        raise
-    except DamagedError as error:
-        codes = {problem.code for problem in error.problems}
-        contradicts = all(c.startswith("dcp.") and c not in _UNREADABLE for c in codes)
-        if not contradicts:
-            raise
-        return Structure(found, None, error.problems)
-    return Structure(found, manifest, tuple(_strays(manifest)), tuple(_left_out(manifest)))
+    seen = dcp.survey(path, trust=trust)
+    if seen.refused:
+        raise RefusedError(*seen.problems)
+    problems = (*seen.problems, *_strays(seen.manifest, seen.named))
+    notes = tuple(_left_out(seen.manifest))
+    return Structure(found, seen.manifest, seen.sound, problems, notes)
 
 
-def _strays(manifest: Manifest) -> Iterable[Problem]:
+def _strays(manifest: Manifest, named: Collection[str]) -> Iterable[Problem]:
     """Data files that no key lies in: another save's, or what a save left behind."""
-    used = {shard.file for entry in manifest.tensors.values() for shard in entry.shards}
-    used |= {entry.file for entry in manifest.objects.values()}
-    # Nones are left out of the manifest, so a file may hold nothing but them.
-    nones = "none_keys" in manifest.info
     strays = [n for n in manifest.files if n.endswith((".distcp", ".metadata.tmp"))]
-    strays = sorted(n for n in strays if n not in used)
-    empty = [n for n in strays if not manifest.files[n] and n.endswith(".distcp")]
-    strays = [n for n in strays if n not in empty and not (nones and n.endswith(".distcp"))]
+    strays = sorted(n for n in strays if n not in named)
+    strays = [n for n in strays if manifest.files[n] or not n.endswith(".distcp")]
     if strays:
         yield Problem(
             code="dcp.stray-file",
