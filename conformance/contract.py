@@ -24,7 +24,8 @@ class Check:
 
     `needs` are inputs of a Subject without which it is n/a. `runs` are the directions that must
     not raise on the whole model, and `after` the checks that must not have failed: otherwise the
-    clause is blocked, so that one root cause is told once.
+    clause is blocked, so that one root cause is told once. `kinds` are those of the fault that it
+    is there for, as the specimens have them.
     """
 
     id: str
@@ -33,6 +34,7 @@ class Check:
     needs: tuple[str, ...] = ("adapter", "native")
     runs: tuple[str, ...] = ("to_hf", "from_hf")
     after: tuple[str, ...] = ()
+    kinds: str = ""
     since: str = "2026.12"
 
     @property
@@ -58,9 +60,14 @@ LEVELS = {
 # Which check says that a direction raises on the whole model.
 RUNS = {"to_hf": "keys.leaves", "from_hf": "keys.import"}
 _HF, _REF = ("adapter", "native", "hf"), ("adapter", "native", "reference")
-_OUT, _JOB, _MANAGER = ("to_hf",), ("job",), ("manager",)
-_FULL = ("reshard.full",)
+_OUT, _JOB = ("to_hf",), ("job",)
 _PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
+
+
+def _manager(check_id: str, why: str, kinds: str, *, after: tuple[str, ...] = ()) -> Check:
+    """A clause for managers, and the kinds of fault (of public bug reports) it is there for."""
+    return Check(check_id, 5, why, ("manager",), (), after, kinds)
+
 
 CONTRACT: tuple[Check, ...] = (
     Check("keys.leaves", 1, "to_hf runs; every value of both directions is a tensor.", runs=()),
@@ -111,43 +118,63 @@ CONTRACT: tuple[Check, ...] = (
         "Another implementation computes the same logits.",
         ("adapter", "native", "forward"),
     ),
-    *(
-        Check(id, 5, why, _MANAGER, (), after)
-        for id, why, after in (
-            ("reshard.full", "A state saved under one split loads under another.", ()),
-            ("reshard.next-step", "The step after a reshard equals the unsplit one.", _FULL),
-            ("reshard.dataloader", "Another data degree keeps the position or raises.", ()),
-            ("reshard.replicas", "A plain tensor that ranks disagree about raises.", ()),
-            ("reshard.hf", "HF files hold the whole model under every split.", ()),
-            ("seed.ranks", "A seed of one rank loads under every split.", ()),
-            ("seed.fresh", "A seed gives the model only.", ()),
-            ("seed.one-rank", "A seed made by several ranks raises.", ()),
-            ("seed.other-model", "A seed of another model raises, and changes nothing.", ()),
-            ("resume.newest", "The newest step is the one with the highest number.", ()),
-            ("resume.names", "Only step-<number> is a step.", ()),
-            ("resume.unfinished", "A step that was never completed is passed over.", ()),
-            ("resume.half-deleted", "A step that lacks a file is passed over.", ()),
-            ("resume.load-step", "A named step is loaded, or raises if absent.", ()),
-            ("resume.initial", "initial_load_path starts a job that has no step.", ()),
-            ("resume.model-only", "A model-only last step hides no full one.", ()),
-            ("resume.uninterrupted", "Two resumes equal the job never stopped.", ()),
-            ("resume.async", "An async save holds the state at the call.", ()),
-            ("resume.async-error", "A failed async save raises at the next call.", ()),
-            ("exclude.subsets", "Excluded states keep their values, others load.", ()),
-            ("exclude.unknown", "An unknown name in exclude_from_loading raises.", ()),
-            ("exclude.coupled", "The optimizer without its scheduler raises.", ()),
-            ("optimizer.none", "None in a state saves and comes back.", ()),
-            ("optimizer.none-over-moments", "None never replaces a healthy moment.", ()),
-            ("optimizer.gradients", "Gradients present change nothing.", ()),
-            ("optimizer.stateless", "No state stays no state.", ()),
-            ("optimizer.dtypes", "State keeps its types and dtypes.", ()),
-            ("optimizer.by-name", "State belongs to names, not to positions.", ()),
-            ("optimizer.no-gradient", "A parameter without state stays without.", ()),
-            ("optimizer.frozen", "A frozen parameter keeps its moments.", ()),
-            ("optimizer.swapped", "Moments told to lie in host memory come back.", ()),
-            ("optimizer.emptied", "Emptied storage is refused by name.", ()),
-        )
+    _manager(
+        "reshard.full",
+        "A state saved under one split loads under another.",
+        "GEO-01, GEO-08, GEO-10, GEO-11, OPT-18",
     ),
+    _manager(
+        "reshard.next-step",
+        "The step after a reshard equals the unsplit one.",
+        "REF-01",
+        after=("reshard.full",),
+    ),
+    _manager("reshard.dataloader", "Another data degree keeps the position or raises.", "DAT-01"),
+    _manager(
+        "reshard.replicas", "A plain tensor that ranks disagree about raises.", "GEO-01, DAT-05"
+    ),
+    _manager(
+        "reshard.hf",
+        "HF files hold the whole model under every split.",
+        "FUS-01, LAY-01, DTY-02, HFS-07",
+    ),
+    _manager("seed.ranks", "A seed of one rank loads under every split.", "GEO-01, GEO-12"),
+    _manager("seed.fresh", "A seed gives the model only.", "SEL-08"),
+    _manager("seed.one-rank", "A seed made by several ranks raises.", "SEL-07"),
+    _manager(
+        "seed.other-model",
+        "A seed of another model raises, and changes nothing.",
+        "STR-01, STR-04, DTY-05",
+    ),
+    _manager("resume.newest", "The newest step is the one with the highest number.", "STP-06"),
+    _manager("resume.names", "Only step-<number> is a step.", "STP-06, PRG-04"),
+    _manager("resume.unfinished", "A step that was never completed is passed over.", "STP-02"),
+    _manager("resume.half-deleted", "A step that lacks a file is passed over.", "STP-02, ASY-01"),
+    _manager("resume.load-step", "A named step is loaded, or raises if absent.", "STP-05"),
+    _manager(
+        "resume.initial", "initial_load_path starts a job that has no step.", "STP-04, SEL-06"
+    ),
+    _manager("resume.model-only", "A model-only last step hides no full one.", "STP-02"),
+    _manager(
+        "resume.uninterrupted",
+        "Two resumes equal the job never stopped.",
+        "REF-04, REF-05, DAT-02, DAT-06, OPT-07",
+    ),
+    _manager("resume.async", "An async save holds the state at the call.", "ASY-07, ASY-08"),
+    _manager("resume.async-error", "A failed async save raises at the next call.", "ASY-09"),
+    _manager("exclude.subsets", "Excluded states keep their values, others load.", "SEL-06"),
+    _manager("exclude.unknown", "An unknown name in exclude_from_loading raises.", "SEL-01"),
+    _manager("exclude.coupled", "The optimizer without its scheduler raises.", "SEL-02"),
+    _manager("optimizer.none", "None in a state saves and comes back.", "OPT-05"),
+    _manager("optimizer.none-over-moments", "None never replaces a healthy moment.", "OPT-05"),
+    _manager("optimizer.gradients", "Gradients present change nothing.", "OPT-16"),
+    _manager("optimizer.stateless", "No state stays no state.", "OPT-04"),
+    _manager("optimizer.dtypes", "State keeps its types and dtypes.", "OPT-01, OPT-19, DAT-07"),
+    _manager("optimizer.by-name", "State belongs to names, not to positions.", "OPT-08, OPT-13"),
+    _manager("optimizer.no-gradient", "A parameter without state stays without.", "OPT-10"),
+    _manager("optimizer.frozen", "A frozen parameter keeps its moments.", "OPT-02"),
+    _manager("optimizer.swapped", "Moments told to lie in host memory come back.", "OPT-05"),
+    _manager("optimizer.emptied", "Emptied storage is refused by name.", "OPT-05"),
     Check("job.unchanged", 5, "A job that learns nothing gives its files back.", _JOB, ()),
     Check("job.resume", 5, "A resumed job equals one that was never stopped.", _JOB, ()),
     Check("job.export", 5, "What a job exports is its last step under the files' keys.", _JOB, ()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from torchtitan_ckpt.parallel import ParallelDegrees
 
 T = TypeVar("T")
 DEGREES = ("1", "fsdp2", "tp2", "pp2", "fsdp2 x tp2", "fsdp2 x ep2")
-TIMEOUT = 90.0
+TIMEOUT = 180.0
 # What `saved_steps` holds: the folder of each step, and the number of steps behind its state.
 STEPS: Mapping[str, int] = {"step-9": 1, "step-10": 2}
 OWN = 3  # steps of a job that tries to load
@@ -38,9 +39,17 @@ class ManagerFailed(AdapterRaised):
     def __init__(self, error: RanksFailed) -> None:
         first = error.first
         cause = first.error
-        words = str(cause) if isinstance(cause, ManagerRaised) else f"{first.kind}: {first.summary}"
+        told = isinstance(cause, ManagerRaised)
+        words = str(cause) if told else f"{first.kind}: {first.summary}{_stands(first.traceback)}"
         self.direction, self.error = "manager", error
         Exception.__init__(self, f"the manager failed on rank {first.rank}: {words}")
+
+
+def _stands(stack: str) -> str:
+    """Where a rank that gave no answer stood: the innermost frames of its main thread."""
+    main = stack.partition("Current thread")[2]
+    frames = re.findall(r'File "[^"]*?([^/"]+)", line (\d+) in (\w+)', main)[:4]
+    return "".join(f", in {name} ({file}:{line})" for file, line, name in frames)
 
 
 class ManagerLab:

@@ -74,10 +74,12 @@ class Subject:
     codec       what writes and reads files; None is this project's own and torch's
     to_hf       `call(adapter, state_dict)`, for adapters that want more arguments; likewise from_hf
     forward     `(native state dict, file state dict) -> (logits, logits, name of the other)`
-    manager     makes a checkpoint manager, for the chapters about saving and resuming
+    manager     a class with torchtitan's interface at the top of a module, for the chapters about
+                saving and resuming: see `conformance.managed.Manager`
     job         a folder of Hugging Face files that real training jobs start from
+    trainer     what Python is given to run such a job; flags follow, as the guide has them
     expect      check id -> reason why it is known to fail
-    degrees     parallel degrees for the chapter `reshard`
+    degrees     parallel degrees for the chapters `reshard` and `seed`: words as "fsdp2 x tp2"
     values_on   which layers values are checked on: None (the gate decides by size) or numbers
     notes       where the inputs come from, printed with the report
     """
@@ -96,6 +98,7 @@ class Subject:
     forward: Callable[..., tuple[Any, Any, str]] | None = None
     manager: Callable[..., Any] | None = None
     job: str | None = None
+    trainer: tuple[str, ...] = ("-m", "torchtitan_ckpt.train")
     values_on: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
 

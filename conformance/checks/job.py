@@ -1,8 +1,8 @@
 """Chapter `job`: real training jobs over real files, each in a process of its own.
 
 Files written by another library start a job, the job is stopped and resumed, and what it exports is
-laid beside those files. Jobs are the reference job of `torchtitan_ckpt.train`; comparisons are
-bitwise.
+laid beside those files. Jobs are those of the subject's trainer, by default the reference job of
+`torchtitan_ckpt.train`; comparisons are bitwise.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,18 +21,23 @@ from typing import Any
 
 import torch
 
-from conformance.lab import Lab
+from conformance.lab import AdapterRaised, Lab
 from conformance.verdict import Finding
 from torchtitan_ckpt.adapter import MappingAdapter
-from torchtitan_ckpt.errors import CheckpointError, Problem
 from torchtitan_ckpt.formats import dcp, hf
 from torchtitan_ckpt.manifest import Manifest
 
 STEPS = 6
 
 
-class JobFailed(CheckpointError):
+class JobFailed(AdapterRaised):
     """A job of this chapter ended with an error."""
+
+    def __init__(self, code: int, command: list[str], stderr: str) -> None:
+        last = " | ".join(line.strip() for line in stderr.splitlines()[-6:])
+        self.direction, self.error = "job", self
+        words = f"a training job ended with exit code {code}: {last}"
+        Exception.__init__(self, f"{words} ({shlex.join(command[1:])})")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ def unchanged(lab: Lab) -> Iterator[Finding]:
     dtype = max((str(v.dtype) for v in original.values()), key=len).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as folder:
         _train(
+            lab.subject.trainer,
             assets,
             lab.device.kind.value,
             folder,
@@ -66,7 +73,7 @@ def unchanged(lab: Lab) -> Iterator[Finding]:
 
 def resume(lab: Lab) -> Iterator[Finding]:
     """Stopped twice and resumed: losses and the whole state equal the run never stopped."""
-    runs = _runs(_assets(lab), lab.device.kind.value)
+    runs = _runs(_assets(lab), lab.device.kind.value, lab.subject.trainer)
     if runs.whole != runs.cut:
         first = next(
             (n for n, (a, b) in enumerate(zip(runs.whole, runs.cut, strict=False)) if a != b),
@@ -87,7 +94,7 @@ def resume(lab: Lab) -> Iterator[Finding]:
 def export(lab: Lab) -> Iterator[Finding]:
     """The trained model exports under the files' keys, shapes and values of its last step."""
     assets = _assets(lab)
-    runs = _runs(assets, lab.device.kind.value)
+    runs = _runs(assets, lab.device.kind.value, lab.subject.trainer)
     exported = _tensors(runs.step("cut", STEPS))
     reference = {
         key: torch.empty_like(v, dtype=torch.bfloat16) for key, v in _tensors(assets).items()
@@ -106,15 +113,14 @@ def export(lab: Lab) -> Iterator[Finding]:
 
 
 @functools.cache
-def _runs(assets: str, device: str) -> Runs:
+def _runs(assets: str, device: str, trainer: tuple[str, ...]) -> Runs:
     folder = tempfile.TemporaryDirectory(prefix="ckpt-job-")
+    train = functools.partial(_train, trainer, assets, device)
     full = ("--checkpoint.no-last_save_model_only",)
-    whole = _train(assets, device, f"{folder.name}/whole", STEPS, *full)
-    cut = _train(assets, device, f"{folder.name}/cut", 2, *full)
-    cut += _train(assets, device, f"{folder.name}/cut", 4, *full)
-    cut += _train(
-        assets,
-        device,
+    whole = train(f"{folder.name}/whole", STEPS, *full)
+    cut = train(f"{folder.name}/cut", 2, *full)
+    cut += train(f"{folder.name}/cut", 4, *full)
+    cut += train(
         f"{folder.name}/cut",
         STEPS,
         *("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16"),
@@ -122,10 +128,12 @@ def _runs(assets: str, device: str) -> Runs:
     return Runs(folder, whole, cut)
 
 
-def _train(assets: str, device: str, folder: str, steps: int, *flags: str) -> list[str]:
-    """Run the reference job in a process; its loss of each step, exact."""
+def _train(
+    trainer: tuple[str, ...], assets: str, device: str, folder: str, steps: int, *flags: str
+) -> list[str]:
+    """Run a job in a process; its loss of each step, exact."""
     command = [
-        *(sys.executable, "-m", "torchtitan_ckpt.train", "--config", "qwen3_from_assets"),
+        *(sys.executable, *trainer, "--config", "qwen3_from_assets"),
         *("--device", device, "--hf_assets_path", assets, "--dump_folder", folder),
         *("--training.steps", str(steps), "--checkpoint.enable", "--checkpoint.interval", "2"),
         *("--checkpoint.initial_load_in_hf", *flags),
@@ -133,14 +141,7 @@ def _train(assets: str, device: str, folder: str, steps: int, *flags: str) -> li
     plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     run = subprocess.run(command, capture_output=True, text=True, env=plain)
     if run.returncode:
-        raise JobFailed(
-            Problem(
-                code="check.job-failed",
-                what=f"a training job ended with exit code {run.returncode}",
-                where=" ".join(command[1:]),
-                actual="\n".join(run.stderr.splitlines()[-12:]),
-            )
-        )
+        raise JobFailed(run.returncode, command, run.stderr)
     return re.findall(r"loss_hex=(\S+)", run.stdout)
 
 

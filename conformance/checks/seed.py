@@ -89,12 +89,10 @@ def _load(manager: Any, folder: str, case: Case, where: str) -> list[Finding]:
     job = Job.start(small_table(), case.degrees, chunks=case.chunks, empty=True)
     with opened(manager, job, folder, load_only=True) as found:
         found.load()
-    out = differences(job, {"model": 0}, coordinate=where)
-    if out:
-        return out
-    job.train()
+    loaded = differences(job, {"model": 0}, coordinate=where)
+    job.train()  # on every rank, whatever this one has found: it is collective
     at = dict.fromkeys(("model", "optimizer", "lr_scheduler"), 1)
-    return differences(job, at, coordinate=where, what="after the first step")
+    return loaded or differences(job, at, coordinate=where, what="after the first step")
 
 
 def _training_state(manager: Any, folder: str) -> dict[str, str]:

@@ -1,0 +1,144 @@
+"""Managers that are wrong about one kind of optimizer state, for the chapter optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from conformance.swap import MappedAdamW, SwapAdamW
+from tests.specimens.edited import KEY, Edited
+from torchtitan_ckpt.errors import CheckpointError
+
+
+class TorchFlattening(Edited):
+    """torch's own flattening, unmodified: the guide's NotImplementedError, on save and on load."""
+
+    def save(self, step: int, last_step: bool = False) -> Any:
+        self.flattened()
+        return self.inner.save(step, last_step)
+
+    def load(self, step: int = -1) -> Any:
+        self.flattened()
+        return self.inner.load(step)
+
+    def flattened(self) -> None:
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        for part, optimizer in zip(self.job["model_parts"], self.job["optimizers"], strict=True):
+            if isinstance(optimizer, MappedAdamW) and optimizer.state:
+                get_optimizer_state_dict(part, optimizer, options=options)
+
+
+class NoneBecomesZeros(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            if type(optimizer) is MappedAdamW:
+                state = optimizer.state[parameter]
+                state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+class NoneOverMoments(Edited):
+    def load(self, step: int = -1) -> Any:
+        try:
+            return self.inner.load(step)
+        except CheckpointError as error:
+            if "exp_avg" not in str(error):
+                raise
+            self.state_of(KEY)["exp_avg"] = None
+            return True
+
+
+class LostWhereGradientsAre(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            if parameter.grad is not None and len(optimizer.param_groups) == 1:
+                optimizer.state.pop(parameter, None)
+
+
+class StateMadeUp(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            if isinstance(optimizer, torch.optim.SGD):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+class StateInTheParametersDtype(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+                    optimizer.state[parameter][key] = value.to(parameter.dtype)
+
+
+class StepAsATensor(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            state = optimizer.state.get(parameter, {})
+            if type(state.get("step")) is int:
+                state["step"] = torch.tensor(float(state["step"]))
+
+
+class PairedByPosition(Edited):
+    def save(self, step: int, last_step: bool = False) -> Any:
+        names = [name for name, _, _ in self.parameters()]
+        if dist.get_world_size() == 1:
+            Path(self.base, "order.json").write_text(json.dumps(names))
+        return self.inner.save(step, last_step)
+
+    def loaded(self) -> None:
+        order = Path(self.base, "order.json")
+        if dist.get_world_size() > 1 or not order.is_file():
+            return
+        states = {name: o.state.get(p) for name, p, o in self.parameters()}
+        for saved, (_, parameter, optimizer) in zip(
+            json.loads(order.read_text()), list(self.parameters()), strict=True
+        ):
+            if states.get(saved):
+                optimizer.state[parameter] = states[saved]
+
+
+class StateForEveryParameter(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            stepped = isinstance(optimizer, torch.optim.AdamW) and optimizer.state
+            if stepped and not optimizer.state.get(parameter):
+                names = ("exp_avg", "exp_avg_sq")
+                optimizer.state[parameter] = {n: torch.zeros_like(parameter) for n in names}
+
+
+class FrozenIsForgotten(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            if not parameter.requires_grad:
+                optimizer.state.pop(parameter, None)
+
+
+class HostMemoryForgotten(Edited):
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            if hasattr(optimizer, "checkpointable"):
+                for value in optimizer.host.get(parameter, {}).values():
+                    value.zero_()
+
+
+class EmptiedIsZeros(Edited):
+    """Storage that was emptied is made again for the save, and holds nothing."""
+
+    def save(self, step: int, last_step: bool = False) -> Any:
+        emptied = []
+        for _, parameter, optimizer in self.parameters():
+            if isinstance(optimizer, SwapAdamW) and not hasattr(optimizer, "checkpointable"):
+                for value in optimizer.state[parameter].values():
+                    if isinstance(value, torch.Tensor):
+                        storage = value.untyped_storage()
+                        storage.resize_(value.numel() * value.element_size())
+                        value.zero_()
+                        emptied.append(storage)
+        saved = self.inner.save(step, last_step)
+        for storage in emptied:
+            storage.resize_(0)
+        return saved
