@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import sys
 from dataclasses import replace
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from torchtitan_ckpt.parallel import ParallelDegrees
@@ -71,7 +73,8 @@ class Trainer:
         assert job.model is not None
         self.job, self.world, self.out, self.config = job, world, out, job.model
         _repeatable(world.device)
-        torch.manual_seed(job.training.seed)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(job.training.seed)  # all that a checkpoint holds, so that two runs agree
         self.parts = build_parts(job, world)
         self.optimizers = [make_optimizer(part, job.optimizer) for part in self.parts]
         self.lr_schedulers = [
