@@ -320,7 +320,9 @@ def _finish(
     notes: list[Problem],
 ) -> Survey:
     refused = []
-    adapters = [key for key in tensors if _ADAPTER_KEY.search(key)]
+    # The pattern alone takes a fifth of the time over 100,000 keys.
+    marked = [key for key in tensors if "lora_" in key or key.startswith("base_model.")]
+    adapters = [key for key in marked if _ADAPTER_KEY.search(key)]
     if adapters:
         refused.append(adapter_keys(root, adapters))
     info = {"layout": layout}
