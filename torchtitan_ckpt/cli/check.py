@@ -62,12 +62,9 @@ def run(args: Args) -> int:
         return ascend_sim.again("torchtitan_ckpt", ["check", *_words(args)], "--device")
     from conformance import report_github, report_json, report_text
     from conformance.engine import check
+    from conformance.subjects import main
 
-    subjects = args.subjects
-    if not subjects:
-        from conformance.subjects import main
-
-        subjects = main.NAMES
+    subjects = args.subjects or main.NAMES
     with _progress() as progress:
         report = check(
             subjects,
@@ -81,7 +78,8 @@ def run(args: Args) -> int:
         )
     _write(args, report)
     as_json = args.json is not None and str(args.json) == "-"
-    text = report_text.render(report, verbose=args.verbose)
+    parts = (main.proofs(report), report_text.render(report, verbose=args.verbose))
+    text = "\n\n".join(part for part in parts if part)
     print(report_json.render(report) if as_json else text)
     if report_github.active():
         print(report_github.annotations(report), file=sys.stderr if as_json else sys.stdout)
