@@ -215,7 +215,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _words(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        text = repr(value)
+        return text if len(text) <= 120 else f"{text[:120]}…"
     head = ", ".join(f"{x:g}" for x in value.flatten()[:3].tolist())
     return f"{value.dtype} {list(value.shape)}: {head}, …"
 
