@@ -1,6 +1,9 @@
 """Usage errors of verbs and jobs: exit code 2 and the project's own form, never a parser's box."""
 
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +126,35 @@ def test_a_subject_that_nobody_knows_is_a_usage_error(capsys):
 def test_a_usage_error_is_json_where_that_was_asked_for(capsys):
     assert main(["verify", "--json"]) == 2
     assert '"code": "cli.missing"' in capsys.readouterr().out
+
+
+NO_CANN = """
+raise RuntimeError("Failed to load the backend extension: torch_npu.") from ImportError(
+    "libhccl.so: cannot open shared object file"
+)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["torchtitan_ckpt", "verify", "fixtures/qwen3/moe", "--deep"],
+        ["torchtitan_ckpt.train.launch", "--training.steps", "1"],
+        ["torchtitan_ckpt.train", "--training.steps", "1"],
+    ],
+)
+def test_torch_npu_without_cann_is_one_plain_sentence(tmp_path, command):
+    (tmp_path / "torch.py").write_text(NO_CANN)
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=root,
+        env={"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "", "NGPU": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.startswith("[device."), run.stderr
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in run.stderr or "pip install" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, nearest
+from torchtitan_ckpt.errors import CheckpointError, ConfigError, DeviceError, Problem, nearest
 
 PROG = "torchtitan-ckpt"
 VERBS = {
@@ -88,6 +88,12 @@ def _main(args: list[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        from torchtitan_ckpt.device_failures import explain_import_error
+
+        problem = explain_import_error(error)
+        if problem is not None:  # torch itself did not load
+            _report(DeviceError(problem), as_json="--json" in rest)
+            return DeviceError.exit_code
         print(
             f"[internal] {PROG} {verb} failed: {type(error).__name__}: {error}\n"
             "  cause    a fault in torchtitan-ckpt\n"

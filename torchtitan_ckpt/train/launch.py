@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from torchtitan_ckpt.device import import_torch
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.train.cli_args import parse_flags, report, split_command
 from torchtitan_ckpt.train.registry import load
@@ -33,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         command = split_command(argv, environ=os.environ)
         job = parse_flags(command.flags, load(command.module, command.config))
         check_job(job, command.ngpu * int(os.environ.get("NNODES") or "1"))
+        import_torch()
     except CheckpointError as error:
         report(error, argv)
         return error.exit_code
