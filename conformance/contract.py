@@ -65,7 +65,11 @@ _PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
 
 
 def _manager(check_id: str, why: str, kinds: str, *, after: tuple[str, ...] = ()) -> Check:
-    """A clause for managers, and the kinds of fault (of public bug reports) it is there for."""
+    """A clause for managers, and the kinds of fault (of public bug reports) it is there for.
+
+    A clause that wants a refusal comes after one that wants a load: a manager that refuses
+    everything has not passed it.
+    """
     return Check(check_id, 5, why, ("manager",), (), after, kinds)
 
 
@@ -123,15 +127,18 @@ CONTRACT: tuple[Check, ...] = (
         "A state saved under one split loads under another.",
         "GEO-01, GEO-08, GEO-10, GEO-11, OPT-18",
     ),
+    _manager("reshard.next-step", "The step after a reshard equals the unsplit one.", "REF-01"),
     _manager(
-        "reshard.next-step",
-        "The step after a reshard equals the unsplit one.",
-        "REF-01",
+        "reshard.dataloader",
+        "Another data degree keeps the position or raises.",
+        "DAT-01",
         after=("reshard.full",),
     ),
-    _manager("reshard.dataloader", "Another data degree keeps the position or raises.", "DAT-01"),
     _manager(
-        "reshard.replicas", "A plain tensor that ranks disagree about raises.", "GEO-01, DAT-05"
+        "reshard.replicas",
+        "A plain tensor that ranks disagree about raises.",
+        "GEO-01, DAT-05",
+        after=("reshard.full",),
     ),
     _manager(
         "reshard.hf",
@@ -140,11 +147,14 @@ CONTRACT: tuple[Check, ...] = (
     ),
     _manager("seed.ranks", "A seed of one rank loads under every split.", "GEO-01, GEO-12"),
     _manager("seed.fresh", "A seed gives the model only.", "SEL-08"),
-    _manager("seed.one-rank", "A seed made by several ranks raises.", "SEL-07"),
+    _manager(
+        "seed.one-rank", "A seed made by several ranks raises.", "SEL-07", after=("seed.fresh",)
+    ),
     _manager(
         "seed.other-model",
         "A seed of another model raises, and changes nothing.",
         "STR-01, STR-04, DTY-05",
+        after=("seed.fresh",),
     ),
     _manager("resume.newest", "The newest step is the one with the highest number.", "STP-06"),
     _manager("resume.names", "Only step-<number> is a step.", "STP-06, PRG-04"),
@@ -161,12 +171,32 @@ CONTRACT: tuple[Check, ...] = (
         "REF-04, REF-05, DAT-02, DAT-06, OPT-07",
     ),
     _manager("resume.async", "An async save holds the state at the call.", "ASY-07, ASY-08"),
-    _manager("resume.async-error", "A failed async save raises at the next call.", "ASY-09"),
+    _manager(
+        "resume.async-error",
+        "A failed async save raises at the next call.",
+        "ASY-09",
+        after=("resume.async",),
+    ),
     _manager("exclude.subsets", "Excluded states keep their values, others load.", "SEL-06"),
-    _manager("exclude.unknown", "An unknown name in exclude_from_loading raises.", "SEL-01"),
-    _manager("exclude.coupled", "The optimizer without its scheduler raises.", "SEL-02"),
+    _manager(
+        "exclude.unknown",
+        "An unknown name in exclude_from_loading raises.",
+        "SEL-01",
+        after=("exclude.subsets",),
+    ),
+    _manager(
+        "exclude.coupled",
+        "The optimizer without its scheduler raises.",
+        "SEL-02",
+        after=("exclude.subsets",),
+    ),
     _manager("optimizer.none", "None in a state saves and comes back.", "OPT-05"),
-    _manager("optimizer.none-over-moments", "None never replaces a healthy moment.", "OPT-05"),
+    _manager(
+        "optimizer.none-over-moments",
+        "None never replaces a healthy moment.",
+        "OPT-05",
+        after=("resume.newest",),
+    ),
     _manager("optimizer.gradients", "Gradients present change nothing.", "OPT-16"),
     _manager("optimizer.stateless", "No state stays no state.", "OPT-04"),
     _manager("optimizer.dtypes", "State keeps its types and dtypes.", "OPT-01, OPT-19, DAT-07"),

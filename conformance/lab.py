@@ -10,6 +10,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -159,6 +160,8 @@ class Lab:
         """The subject's manager on rank processes, for the chapters about managers."""
         from conformance.manager_lab import ManagerLab
 
+        if self.device.kind is not DeviceKind.CPU:
+            self.notes.append("managers run on the CPU, on ranks over gloo")
         return ManagerLab(self.subject)
 
     # -- traces ---------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class Lab:
                 return found
             known = found
         if known is not None:
-            return known
+            return replace(known, known=False)
         assert first is not None
         raise first
 

@@ -23,7 +23,6 @@ from conformance.ranks import RanksFailed, shared_pool
 from conformance.subject import Subject
 from conformance.verdict import Finding
 from torchtitan_ckpt.errors import ConfigError, Problem
-from torchtitan_ckpt.parallel import ParallelDegrees
 
 T = TypeVar("T")
 DEGREES = ("1", "fsdp2", "tp2", "pp2", "fsdp2 x tp2", "fsdp2 x ep2")
@@ -145,8 +144,9 @@ def cases_of(subject: Subject) -> list[Case]:
 def case_of(degrees: Any) -> Case:
     """Degrees as words, as `ParallelDegrees` or as a `Case`; ConfigError if no pool holds them."""
     if isinstance(degrees, str):
-        degrees = ParallelDegrees.parse(degrees)
-    case = degrees if isinstance(degrees, Case) else Case(degrees.resolve())
+        degrees = Case.parse(degrees)
+    case = degrees if isinstance(degrees, Case) else Case(degrees)
+    case = replace(case, degrees=case.degrees.resolve())
     size = shared_pool().size
     if case.ranks > size:
         raise ConfigError(
