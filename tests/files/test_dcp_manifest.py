@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as md
 from tests.files.dcp_lab import GOLDEN, edit, expected, some_state, stored, torch_save
 from torchtitan_ckpt.errors import CheckpointError, DamagedError, NotFoundError, RefusedError
 from torchtitan_ckpt.formats.coverage import explain_cover
-from torchtitan_ckpt.formats.dcp import read_manifest
+from torchtitan_ckpt.formats.dcp import load, read_manifest
 from torchtitan_ckpt.manifest import Shard
 
 
@@ -123,15 +123,44 @@ def test_metadata_that_is_none(folder, data, code):
     assert codes(caught.value) == {code}
 
 
-def test_safetensors_serialization_is_named(tmp_path):
-    writer = dcp.FileSystemWriter(
-        tmp_path / "s",
-        serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS,
-    )
-    dcp.save({"a": torch.ones(2, 3)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(RefusedError) as caught:
-        read_manifest(tmp_path / "s")
-    assert codes(caught.value) == {"dcp.safetensors-serialization"}
+SAFETENSORS = GOLDEN / "torch-2.13.0-safetensors"
+
+
+def test_safetensors_serialization_has_a_place_for_every_tensor():
+    manifest = read_manifest(SAFETENSORS)
+    assert manifest.info["serialization"] == "safetensors"
+    places = [(s.file, s.byte_offset) for e in manifest.tensors.values() for s in e.shards]
+    assert len(set(places)) == len(places) > len(manifest.tensors)
+
+
+def test_safetensors_serialization_of_one_tensor(tmp_path):
+    form = dcp.filesystem.SerializationFormat.SAFETENSORS
+    writer = dcp.FileSystemWriter(tmp_path / "s", serialization_format=form)
+    state = {"a": torch.arange(6.0).reshape(2, 3)}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    target = {"a": torch.zeros(2, 3)}
+    load(tmp_path / "s", target)
+    assert torch.equal(target["a"], state["a"])
+
+
+@pytest.mark.parametrize("what", ["cut", "renamed", "shape", "header"])
+def test_damaged_safetensors_serialization(what, tmp_path):
+    folder = tmp_path / "s"
+    shutil.copytree(SAFETENSORS, folder)
+    path = folder / "__1_0.distcp"
+    data = path.read_bytes()
+    old, new = {
+        "cut": (data, data[:-1]),
+        "renamed": (b'"uneven":{"dtype"', b'"unevem":{"dtype"'),
+        "shape": (b'"shape":[3,4]', b'"shape":[4,3]'),
+        "header": (b'{"__metadata__"', b'{{__metadata__"'),
+    }[what]
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    with pytest.raises(DamagedError) as caught:
+        read_manifest(folder)
+    wanted = {"cut": "hf.", "header": "hf."}.get(what, "dcp.not-stored")
+    assert all(code.startswith(wanted) for code in codes(caught.value))
 
 
 def test_compressed_entries_are_named(folder):

@@ -107,6 +107,13 @@ def test_every_shard_of_a_tensor_counts(tmp_path):
     assert equal_keys(a, b) == set(read_manifest(a).tensors) - {"rows"}
 
 
+def test_dcps_of_two_serializations_are_equal_where_both_have_a_tensor():
+    found = compare(str(GOLDEN / "torch-2.13.0-safetensors"), str(GOLDEN / "torch-2.8.0-2ranks"))
+    assert found.count("equal") == found.compared > 20
+    assert (found.only_a, found.only_b) == ([], ["transposed"])
+    assert equal_keys(*[GOLDEN / "torch-2.13.0-safetensors"] * 2) >= {"rows", "columns", "mask"}
+
+
 def test_a_damaged_item_is_told(tmp_path):
     a = write("dcp", tmp_path / "a", state())
     shutil.copytree(a, tmp_path / "b")

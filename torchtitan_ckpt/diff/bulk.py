@@ -22,6 +22,7 @@ from torchtitan_ckpt.diff.pairs import Pair
 from torchtitan_ckpt.diff.values import same_at
 from torchtitan_ckpt.errors import InputError
 from torchtitan_ckpt.formats.dcp_layout import Layouts
+from torchtitan_ckpt.formats.dcp_plain import is_plain
 from torchtitan_ckpt.formats.folders import File, open_folder
 from torchtitan_ckpt.manifest import Manifest, Shard
 
@@ -45,7 +46,7 @@ class _Reader:
 
     def __init__(self, manifest: Manifest) -> None:
         self.folder = open_folder(manifest.path)
-        self.dcp = manifest.format == "dcp"
+        self.archives = manifest.format == "dcp" and not is_plain(manifest)
         self._files: dict[str, File] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -71,7 +72,7 @@ class _Reader:
     def place(self, data: bytearray, at: int, shard: Shard, dtype: str) -> int | None:
         """Where in `data` the elements of the shard at `at` begin; None where they do not lie
         there one after the other, as the manifest says."""
-        if not self.dcp:
+        if not self.archives:
             return at
         layouts: Layouts | None = getattr(self._local, "layouts", None)
         if layouts is None:

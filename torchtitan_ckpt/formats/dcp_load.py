@@ -28,6 +28,7 @@ from torchtitan_ckpt.formats.box_reads import (
 from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_manifest import read_manifest
 from torchtitan_ckpt.formats.dcp_objects import raise_all, read_objects
+from torchtitan_ckpt.formats.dcp_plain import is_plain, plain_payload
 from torchtitan_ckpt.formats.dcp_plan import Job, compare, plan
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.pickle_parts import garbage_collection_paused
@@ -63,7 +64,8 @@ def load(
     compare(state, manifest, widen=widen)
     folder = open_folder(path)
     with torch.no_grad(), garbage_collection_paused():
-        loader = _Loader(folder, threads or min(8, os.cpu_count() or 1), progress)
+        count = threads or min(8, os.cpu_count() or 1)
+        loader = _Loader(folder, count, progress, plain=is_plain(manifest))
         loader.run(plan(state, manifest))
     wanted = [manifest.objects[key] for key in state if key in manifest.objects]
     values = read_objects(folder, wanted, trust=trust)
@@ -91,9 +93,14 @@ class _Told:
 
 class _Loader:
     def __init__(
-        self, folder: Folder, threads: int, progress: Callable[[int], None] | None = None
+        self,
+        folder: Folder,
+        threads: int,
+        progress: Callable[[int], None] | None = None,
+        *,
+        plain: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder, self.plain = folder, plain
         self.threads = threads
         self.progress = progress
         self.layouts = Layouts()
@@ -135,6 +142,9 @@ class _Loader:
         window: list[Job] = []
         for job in jobs:
             shard = job.shard
+            if self.plain:
+                yield from read_tasks(file, shard.byte_offset, plain_payload(job), job)
+                continue
             if shard.byte_length > _SMALL:
                 yield from self._large(file, job)
                 continue

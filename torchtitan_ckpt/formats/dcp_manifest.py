@@ -15,8 +15,10 @@ from typing import Any
 from torchtitan_ckpt.errors import DamagedError, InputError, Problem, RefusedError
 from torchtitan_ckpt.formats.coverage import explain_cover
 from torchtitan_ckpt.formats.dcp_objects import pickled_nones
+from torchtitan_ckpt.formats.dcp_plain import SERIALIZATION, safetensors_part
 from torchtitan_ckpt.formats.dcp_problems import Faults, compressed, no_metadata
 from torchtitan_ckpt.formats.folders import Folder, open_folder
+from torchtitan_ckpt.formats.hf_header import Header
 from torchtitan_ckpt.formats.pickle_parts import Malformed, Record, garbage_collection_paused
 from torchtitan_ckpt.formats.pickles import (
     MAX_METADATA_BYTES,
@@ -91,6 +93,7 @@ class _Builder:
         self.unsafe: set[str] = set()
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, ObjectEntry] = {}
+        self.info: dict[str, str] = {}
         self.transforms: dict[str, None] = {}
         self.ranges: dict[str, list[tuple[int, int, str]]] = {}
         self.starts: dict[str, int] = {}  # of the first tensor of each file
@@ -121,26 +124,27 @@ class _Builder:
         if stored:
             for key, _ in stored:
                 self.faults.add("dcp.stored-unknown", key, "its bytes are listed, the key is not")
+        self._place_safetensors()
         named = frozenset(self.ranges).union(item["relative_path"] for item in stored.values())
         self._check_ranges()
         if self.transforms:
             raise compressed(self.transforms, self.where)
-        self._check_serialization()
         tensors = {k: e for k, e in self.tensors.items() if self._is_sound(k, e.shards)}
         objects = {k: e for k, e in self.objects.items() if self._is_sound(k, (e,))}
         none_keys = pickled_nones(self.folder, objects.values())
         for key in none_keys:
             del self.objects[key], objects[key]
-        info = {"none_keys": "\n".join(none_keys)} if none_keys else {}
+        if none_keys:
+            self.info["none_keys"] = "\n".join(none_keys)
         if self.metadata.version:
-            info["version"] = self.metadata.version
+            self.info["version"] = self.metadata.version
         manifest = Manifest(
             path=self.folder.name,
             format="dcp",
             tensors=self.tensors,
             objects=self.objects,
             files=self.sizes,
-            info=info,
+            info=self.info,
         )
         sound = replace(manifest, tensors=tensors, objects=objects)
         problems = self.faults.problems(self.where)
@@ -165,7 +169,7 @@ class _Builder:
             size = self.sizes.get(name)
             if size is None:
                 size = self._look_up(name, key)
-            if size >= 0 and (start < 0 or length <= 0 or start + length > size):
+            if size >= 0 and (start < 0 or length < 0 or start + length > size):
                 self.faults.add(
                     "dcp.beyond-file", key, f"bytes {start} to {start + length} of {name} ({size})"
                 )
@@ -252,6 +256,8 @@ class _Builder:
             self.faults.add("dcp.not-stored", key, "nothing holds it")
             return
         name, start, length = item["relative_path"], item["offset"], item["length"]
+        if not length:
+            self.faults.add("dcp.item-too-small", key, "0 bytes for an object")
         self.ranges.setdefault(name, []).append((start, length, key))
         self.objects[key] = ObjectEntry(key, name, start, length)
 
@@ -279,23 +285,39 @@ class _Builder:
                 self.unsafe.add(name)
                 self.faults.add("dcp.unsafe-name", name, reason)
 
-    def _check_serialization(self) -> None:
+    # Data files that are safetensors
+
+    def _place_safetensors(self) -> None:
+        """Find the tensors of files that torch serialized as safetensors.
+
+        There the metadata gives each tensor of a file the same place, that of the whole part; the
+        part's own header says where each lies in it.
+        """
+        parts = {}
         for name, start in self.starts.items():
-            if name in self.unsafe or start + 9 > self.sizes.get(name, 0):
-                continue
-            file = self.folder.open(name)
-            head = file.read(start, 9)
-            file.close()
-            if head[:2] != b"PK" and head[8:] == b"{":
-                raise RefusedError(
-                    Problem(
-                        code="dcp.safetensors-serialization",
-                        what="a DCP whose data files are safetensors files, which is not read here",
-                        where=f"{self.folder.name.rstrip('/')}/{name}",
-                        cause="saved with serialization_format=SerializationFormat.SAFETENSORS",
-                        fix="save again with the default serialization, or export to HF",
-                    )
-                )
+            if not self.folder.unsafe(name):
+                part = safetensors_part(self.folder, name, start, self.sizes[name])
+                if part is not None:
+                    parts[name] = part
+        if not parts:
+            return
+        self.info[SERIALIZATION] = "safetensors"
+        for name in parts:
+            self.ranges[name] = [row for row in self.ranges[name] if row[2] not in self.tensors]
+        for key, entry in self.tensors.items():
+            shards = tuple(self._placed(entry, shard, parts) for shard in entry.shards)
+            self.tensors[key] = replace(entry, shards=shards)
+
+    def _placed(self, entry: TensorEntry, shard: Shard, parts: Mapping[str, Header]) -> Shard:
+        if shard.file not in parts:
+            return shard
+        item = parts[shard.file].items.get(entry.key)
+        if item is None or (item.dtype, item.shape) != (entry.dtype, shard.sizes):
+            self.faults.add("dcp.not-stored", entry.key, f"{shard.file} has no such part of it")
+            return shard
+        start = self.starts[shard.file] + item.start
+        self.ranges[shard.file].append((start, item.length, entry.key))
+        return replace(shard, byte_offset=start, byte_length=item.length)
 
 
 def _counts(value: Any) -> bool:

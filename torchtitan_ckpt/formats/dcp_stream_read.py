@@ -20,6 +20,7 @@ from torchtitan_ckpt.formats.box_reads import copy_box, read_tasks
 from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_manifest import read_manifest
 from torchtitan_ckpt.formats.dcp_objects import read_objects
+from torchtitan_ckpt.formats.dcp_plain import is_plain, plain_payload
 from torchtitan_ckpt.formats.dcp_plan import Job
 from torchtitan_ckpt.formats.folders import File, open_folder
 from torchtitan_ckpt.formats.hf_boxes import intersect
@@ -42,6 +43,7 @@ class DcpReader:
         trust: bool = False,
     ) -> None:
         self.manifest = read_manifest(path, trust=trust) if manifest is None else manifest
+        self._plain = is_plain(self.manifest)
         self._folder = open_folder(path)
         self._trust = trust
         self._files: dict[str, File] = {}
@@ -123,8 +125,8 @@ class DcpReader:
     def _fill(self, job: Job) -> None:
         shard = job.shard
         file = self._file(shard.file)
-        if shard.byte_length > _SMALL:
-            payload = self._payload(file, job)
+        if self._plain or shard.byte_length > _SMALL:
+            payload = plain_payload(job) if self._plain else self._payload(file, job)
             for task in read_tasks(file, shard.byte_offset, payload, job):
                 task()
             return

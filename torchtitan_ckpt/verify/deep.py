@@ -21,6 +21,7 @@ from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS, FileDigest
 from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_objects import read_objects
+from torchtitan_ckpt.formats.dcp_plain import is_plain
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
@@ -272,7 +273,7 @@ def read_deep(
     reader = _Reader(open_folder(root), stats, progress)
     jobs: Iterable[Callable[[], None]]
     try:
-        if manifest.format == "dcp":
+        if manifest.format == "dcp" and not is_plain(manifest):
             jobs = _dcp_jobs(reader, manifest)
         elif manifest.format == "torch":
             reader.deep.checksums = "CRC-32 of the archive"
