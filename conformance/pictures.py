@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from conformance.degrees import Case
-from conformance.template import Leaf
+from conformance.reference import Leaf
 from torchtitan_ckpt.errors import group_keys
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.plan import plan_load, plan_save

@@ -25,6 +25,9 @@ class Trace:
     leaves: Mapping[str, Leaf]
     sources: Mapping[str, frozenset[str]]
     odd: Mapping[str, str]  # leaves that are not tensors: key -> what they are
+    # False where the run was on meta tensors, on which copies may be left out, and some output
+    # shows no source: then what it was made from is not known.
+    known: bool = True
 
     def used(self) -> frozenset[str]:
         """Input keys that reach some output."""

@@ -141,6 +141,7 @@ def _stacks(
     stacked = {s: names for s, names in targets.items() if len(names) > 1 and lab.native[s].shape}
     if not stacked:
         return
+    _affordable(lab, {k: lab.native[k] for k in stacked})
     state = {k: _numbered(lab.native[k]) for k in stacked}
     try:
         out = lab.call("to_hf", dict(state))
@@ -160,6 +161,23 @@ def _stacks(
                 )
         for kind, found in by_kind.items():
             yield (kind, sorted(found)), len(found)
+
+
+def _affordable(lab: Lab, stacked: Mapping[str, Leaf]) -> None:
+    """NotApplicable where the adapter copies what it takes apart and the copies are too large."""
+    limit = lab.max_elements * 8
+    if sum(leaf.numel for leaf in stacked.values()) <= limit:
+        return
+    key = min(stacked, key=lambda k: stacked[k].numel)
+    if stacked[key].numel > limit:
+        raise NotApplicable("too large")
+    try:
+        out = lab.call("to_hf", {key: _numbered(stacked[key])})
+    except AdapterRaised:
+        return
+    made = sum(v.untyped_storage().nbytes() for v in out.values() if isinstance(v, torch.Tensor))
+    if made >= stacked[key].numel:
+        raise NotApplicable("too large")
 
 
 def _numbered(leaf: Leaf) -> torch.Tensor:

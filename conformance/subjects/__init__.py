@@ -31,6 +31,10 @@ def resolve(name: str) -> Subject:
         from conformance.subjects import main
 
         return main.subject(name)
+    if name.startswith("published:"):
+        from conformance.subjects import published
+
+        return published.subject(name)
     if name.startswith("manager:"):
         from conformance.subjects import managers
 

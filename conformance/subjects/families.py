@@ -1,7 +1,8 @@
 """Shipped subjects, one for each family of this project, and references made from families.
 
 A family's own table judges other adapters; it does not judge itself: the shipped subjects are
-compared with torchtitan's adapter where torchtitan has the family and is installed.
+compared with torchtitan's adapter where torchtitan has the family and is installed, else with a
+conversion that was written down apart from the tables.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from conformance.subject import Capabilities, Reference, Subject
+from conformance.subjects import forward
+from conformance.subjects.written import written
 from conformance.template import FileList, Leaf, leaf_of
 from torchtitan_ckpt.errors import CheckpointError
 
@@ -62,8 +65,13 @@ def of_config(name: str, config: Mapping[str, Any], *, job: str | None = None) -
 
     made = factory()
     mapping = made.mapping
-    reference = titan_reference(made.family.name, config)
-    extras = _extras(mapping)
+    reference = titan_reference(made.family.name, config) or written(
+        made.family.name, config, made.generation
+    )
+    may = _capabilities(mapping)
+    # Copies that the table declares; a second implementation need not write them.
+    copies = {key: leaf for key, leaf in _written(mapping).items() if key in may.hf_only}
+    extras = {**copies, **_extras(mapping)}
 
     def listed() -> FileList:
         if reference is None:
@@ -72,7 +80,7 @@ def of_config(name: str, config: Mapping[str, Any], *, job: str | None = None) -
             )
         theirs = reference.to_hf(_meta(keys.native_entries(mapping)))
         known = {key: leaf_of(value) for key, value in theirs.items()}
-        return FileList({**known, **extras}, f"reference {reference.name}")
+        return FileList({**extras, **known}, f"reference {reference.name}")
 
     return Subject(
         name=name,
@@ -80,8 +88,9 @@ def of_config(name: str, config: Mapping[str, Any], *, job: str | None = None) -
         native=_leaves(keys.native_entries(mapping)),
         hf=listed,
         reference=reference,
-        capabilities=_capabilities(mapping),
+        capabilities=may,
         job=job,
+        forward=forward.pair_of(config),
         notes=()
         if reference is not None
         else (
