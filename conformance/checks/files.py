@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +201,16 @@ def _lists(what: str, keys: list[str]) -> Iterator[Finding]:
 
 def reread(lab: Lab) -> Iterator[Finding]:
     """Written by the codec, read by safetensors and by the codec's own reader; then searched."""
-    yield from _reread(lab, _state(lab), "")
+    yield from _reread(lab, _state(lab))
     for name, leaves in shapes_and_dtypes(lab.seed):
-        found = list(_reread(lab, noise(leaves, lab.seed), name))
+        found = list(_reread(lab, noise(leaves, lab.seed)))
         if found:
-            yield from found
+            held = ", ".join(f"{k} {leaf.dtype} {leaf.shape}" for k, leaf in leaves.items())
+            yield from (replace(one, coordinate=f"{name}: {held}") for one in found)
             return
 
 
-def _reread(lab: Lab, state: State, name: str) -> Iterator[Finding]:
+def _reread(lab: Lab, state: State) -> Iterator[Finding]:
     writer = _codec(lab)
     with tempfile.TemporaryDirectory() as folder:
         refused = list(_saved(lab, state, folder, 2))
@@ -224,7 +226,7 @@ def _reread(lab: Lab, state: State, name: str) -> Iterator[Finding]:
                 actual=str(error)[:160],
             )
             return
-        yield from _equal("the files hold", state, found, writer.name, name)
+        yield from _equal("the files hold", state, found, writer.name)
         targets = lab.on_device({k: _hole(v) for k, v in state.items()})
         try:
             writer.load(folder, targets)
@@ -236,7 +238,7 @@ def _reread(lab: Lab, state: State, name: str) -> Iterator[Finding]:
                 oracle=writer.name,
             )
             return
-        yield from _equal("the codec reads", state, targets, writer.name, name)
+        yield from _equal("the codec reads", state, targets, writer.name)
 
 
 def _hole(value: torch.Tensor) -> torch.Tensor:
@@ -245,7 +247,7 @@ def _hole(value: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(value)
 
 
-def _equal(what: str, want: State, have: State, oracle: str, name: str) -> Iterator[Finding]:
+def _equal(what: str, want: State, have: State, oracle: str) -> Iterator[Finding]:
     wrong: dict[str, tuple[str, str]] = {}
     for key, value in want.items():
         if key not in have:
@@ -262,7 +264,7 @@ def _equal(what: str, want: State, have: State, oracle: str, name: str) -> Itera
             expected=expected,
             actual=actual,
             remedy="write and read every dtype byte for byte",
-            oracle=f"{oracle}{f', {name}' if name else ''}",
+            oracle=oracle,
         )
 
 
