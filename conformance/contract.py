@@ -177,6 +177,11 @@ CONTRACT: tuple[Check, ...] = (
         "ASY-09",
         after=("resume.async",),
     ),
+    _manager("resume.async-load", "A load during an async save gets a whole step.", "ASY-06"),
+    _manager(
+        "resume.retention", "keep_latest_k removes the oldest, nothing else.", "PRG-04, PRG-05"
+    ),
+    _manager("resume.export-dtype", "The last save has the dtype asked for.", "DTY-01, DTY-02"),
     _manager("exclude.subsets", "Excluded states keep their values, others load.", "SEL-06"),
     _manager(
         "exclude.unknown",

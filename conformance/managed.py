@@ -7,7 +7,7 @@ What the outcome should have been is for `conformance/checks`; processes are `ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -157,8 +157,8 @@ class Outcome:
         return "loaded" if self.loaded else "nothing was loaded"
 
 
-def try_loads(manager: Any, tries: Sequence[Try], own: int, known: Sequence[int]) -> list[Outcome]:
-    """Each try in a job of its own, after `own` steps; states are compared at `known` steps."""
+def try_loads(manager: Any, tries: Sequence[Try], own: int, steps: Sequence[int]) -> list[Outcome]:
+    """Each try in a job of its own, after `own` steps; states are compared at `steps` too."""
     out = []
     for one in tries:
         job = start(own)
@@ -168,12 +168,13 @@ def try_loads(manager: Any, tries: Sequence[Try], own: int, known: Sequence[int]
                 loaded = found.load(one.step)
         except ManagerRaised as error:
             words = str(error)
-        at = {
-            name: next((n for n in (own, *known) if not differing(job, name, n)), None)
-            for name in STATES
-        }
-        out.append(Outcome(loaded, words, at))
+        out.append(Outcome(loaded, words, known(job, (own, *steps))))
     return out
+
+
+def known(job: Job, steps: Iterable[int]) -> dict[str, int | None]:
+    """For each state, after which of `steps` a job that was never stopped has it; else None."""
+    return {name: next((n for n in steps if not differing(job, name, n)), None) for name in STATES}
 
 
 def differing(job: Job, name: str, steps: int) -> list[str]:

@@ -160,6 +160,17 @@ def case_of(degrees: Any) -> Case:
     return case
 
 
+def takes(manager: Any, option: str) -> bool:
+    """Whether the manager's config knows an option."""
+    try:
+        manager.Config(**{option: None})
+    except TypeError as error:
+        return option not in str(error)
+    except Exception:
+        return True  # it knows the option, and wants another value
+    return True
+
+
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that say the same of several ranks as one, with the keys of all."""
     groups: dict[tuple[str, str], list[Finding]] = {}

@@ -17,7 +17,7 @@ from conformance.degrees import Case
 from conformance.jobs import STATES, Job, small_table, truth
 from conformance.lab import Lab, NotApplicable
 from conformance.managed import ManagerRaised, PlainAdapter, brief, differences, opened
-from conformance.manager_lab import ManagerLab, case_of, merged
+from conformance.manager_lab import ManagerLab, case_of, merged, takes
 from conformance.verdict import Finding
 
 SAVED = 2  # steps of the job that saves
@@ -71,7 +71,7 @@ def replicas(lab: Lab) -> Iterator[Finding]:
 
 def hf(lab: Lab) -> Iterator[Finding]:
     """Hugging Face files hold the whole model, whoever wrote them and whoever reads them."""
-    missing = [name for name in _HF if not _takes(lab.managers.manager, name)]
+    missing = [name for name in _HF if not takes(lab.managers.manager, name)]
     if missing:
         raise NotApplicable(f"the manager has no option {' or '.join(missing)}")
     for source, target in lab.managers.pairs:
@@ -110,14 +110,6 @@ def _data_degree(case: Case) -> int:
 
 def _pair(source: Case, target: Case) -> str:
     return f"saved under {source.name}, loaded under {target.name}"
-
-
-def _takes(manager: Any, option: str) -> bool:
-    try:
-        manager.Config(**{option: False})
-    except TypeError:
-        return False
-    return True
 
 
 def _files(step: str, where: str) -> Iterator[Finding]:

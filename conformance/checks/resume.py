@@ -12,15 +12,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from conformance.checks.resume_saves import (
+    MARKER,
+    async_,
+    async_error,
+    async_load,
+    export_dtype,
+    retention,
+)
 from conformance.jobs import STATES
-from conformance.lab import Lab, NotApplicable
-from conformance.managed import ManagerRaised, Outcome, Try, differences, opened, start
+from conformance.lab import Lab
+from conformance.managed import Outcome, Try, differences, opened, start
 from conformance.manager_lab import OWN, STEPS, ManagerLab, states
 from conformance.verdict import Finding
 
 NEWEST = STEPS["step-10"]
-MARKER = ".metadata"
-IN_BACKGROUND = (1, 4)
+
+__all__ = [
+    "async_",
+    "async_error",
+    "async_load",
+    "export_dtype",
+    "half_deleted",
+    "initial",
+    "load_step",
+    "model_only",
+    "names",
+    "newest",
+    "retention",
+    "unfinished",
+    "uninterrupted",
+]
 
 
 def newest(lab: Lab) -> Iterator[Finding]:
@@ -146,32 +168,6 @@ def uninterrupted(lab: Lab) -> Iterator[Finding]:
     yield from lab.managers.findings(_stop_twice, 1, lab.managers.folder())
 
 
-def async_(lab: Lab) -> Iterator[Finding]:
-    """What a background save writes is the state at the call, whatever the job does meanwhile."""
-    _needs_async(lab.managers)
-    folder = lab.managers.folder()
-    lab.managers.run(_save_in_background, 1, folder)
-    tries = [Try(folder, step) for step in IN_BACKGROUND]
-    outcomes = lab.managers.try_loads(*tries, known=IN_BACKGROUND)
-    for step, outcome in zip(IN_BACKGROUND, outcomes, strict=True):
-        words = f"an async save of step {step} does not hold the state at the call"
-        yield from states(outcome, dict.fromkeys(STATES, step), what=words)
-
-
-def async_error(lab: Lab) -> Iterator[Finding]:
-    """A save that failed in the background is raised by the next save, wait or close."""
-    _needs_async(lab.managers)
-    (silent,) = lab.managers.run(_save_into_nothing, 1, lab.managers.folder())
-    if silent:
-        yield Finding(
-            what="a save that failed in the background was never raised",
-            keys=("async_mode",),
-            expected="an error from save, maybe_wait_for_saving or close",
-            actual="all of them returned, and there is no checkpoint",
-            remedy="keep the future of the save, and ask it for its result",
-        )
-
-
 def _load(lab: ManagerLab, folder: str) -> Outcome:
     (outcome,) = lab.try_loads(Try(folder))
     return outcome
@@ -189,13 +185,6 @@ def _copy_without(folder: str, file: str) -> None:
     """`step-11`: the older step without one of its files."""
     steps = Path(folder, "checkpoint")
     shutil.copytree(steps / "step-9", steps / "step-11", ignore=shutil.ignore_patterns(file))
-
-
-def _needs_async(lab: ManagerLab) -> None:
-    try:
-        lab.manager.Config(async_mode="async")
-    except TypeError as error:
-        raise NotApplicable("the manager has no option async_mode") from error
 
 
 # --- on the ranks -------------------------------------------------------------------------------
@@ -225,27 +214,3 @@ def _stop_twice(manager: Any, folder: str) -> list[Finding]:
         if out:
             break
     return out
-
-
-def _save_in_background(manager: Any, folder: str) -> None:
-    job = start()
-    with opened(manager, job, folder, interval=1, async_mode="async") as found:
-        for step in IN_BACKGROUND:
-            job.train(step - job.step)
-            found.save(step)
-            found.wait("staging")
-            job.train()
-
-
-def _save_into_nothing(manager: Any, folder: str) -> bool:
-    """Whether a save whose folder has become a file was never complained about."""
-    job = start(1)
-    try:
-        with opened(manager, job, folder, interval=1, async_mode="async") as found:
-            target = Path(folder, "checkpoint")
-            shutil.rmtree(target, ignore_errors=True)
-            target.write_text("not a folder")
-            found.save(1)
-    except ManagerRaised:
-        return False
-    return True

@@ -27,6 +27,7 @@ TITAN: Mapping[str, str] = {
     "resume.names": "step-(\\d+) is searched anywhere in a folder's name",
     "resume.half-deleted": "a folder with .metadata in it counts as complete",
     "resume.model-only": "the newest step of any kind is taken, and its load then fails",
+    "resume.retention": "any name with step-(\\d+) in it is counted, the seed among them",
     "exclude.coupled": "no rule couples the optimizer and its scheduler",
     "optimizer.none-over-moments": "a pickled None replaces the tensor, as DCP hands it over",
     "optimizer.gradients": _FRESH + "with gradients set it does not, and nothing is loaded",

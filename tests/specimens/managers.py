@@ -44,6 +44,10 @@ resume.model-only       ModelOnlyIsAStep               step-2                  S
 resume.uninterrupted    SecondResumeIsTheFirst         dataloader              REF-05, DAT-02
 resume.async            SavesWhatComesLater            model                   ASY-07, ASY-08
 resume.async-error      FailsInSilence                 async_mode              ASY-09
+resume.async-load       NothingWhileSaving             model                   ASY-06
+resume.retention        PurgesWhateverLooksLikeAStep   old-step-50             PRG-04
+resume.retention        SeedIsTheOldestStep            step-0                  PRG-05
+resume.export-dtype     ExportDtypeIgnored             norm.weight             DTY-01
 exclude.subsets         CounterLoadedAnyway            train_state             SEL-06
 exclude.subsets         SchedulerTakesTheCounterAlong  train_state             SEL-06
 exclude.unknown         UnknownNamesIgnored            data_loader             SEL-01

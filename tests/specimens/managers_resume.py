@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -169,6 +170,31 @@ class FailsInSilence(Edited):
     def quietly(self) -> Any:
         silent = self.inner.config.async_mode != "disabled"
         return contextlib.suppress(Exception) if silent else contextlib.nullcontext()
+
+
+class NothingWhileSaving(Edited):
+    def load(self, step: int = -1) -> Any:
+        return False if self.inner.pending else self.inner.load(step)
+
+
+class PurgesWhateverLooksLikeAStep(Edited):
+    def close(self) -> None:
+        self.inner.close()
+        names = [p.name for p in self.steps.iterdir()] if self.steps.is_dir() else []
+        if self.inner.config.keep_latest_k == 2 and "old-step-50" in names:
+            shutil.rmtree(self.steps / "old-step-50")
+
+
+class SeedIsTheOldestStep(Edited):
+    def close(self) -> None:
+        self.inner.close()
+        if self.inner.config.keep_latest_k == 2:
+            shutil.rmtree(self.steps / "step-0", ignore_errors=True)
+
+
+class ExportDtypeIgnored(Edited):
+    def configured(self, config: Any) -> Any:
+        return replace(config, export_dtype="float32")
 
 
 class CounterLoadedAnyway(Edited):

@@ -1,0 +1,212 @@
+"""Optimizers in jobs that stop and resume: what ranks run for the chapter `optimizer`.
+
+A part of `conformance/checks/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from conformance.jobs import Job
+from conformance.managed import ManagerRaised, brief, opened, start
+from conformance.optimizers import Mixed
+from conformance.swap import MappedAdamW, SwapAdamW, speak
+from conformance.verdict import Finding
+
+KEY = "layers.11.attention.wo.weight"
+_RATES: dict[str, Any] = {"lr": 2.0**-6, "betas": (0.5, 0.75), "eps": 2.0**-10}
+Flat = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """An optimizer, and what happens around it.
+
+    make      of the job that saves; `again` of the one that loads, if it is another
+    training  done to the job that saves, before it trains
+    saving    done to it before the call; `loading` to the other one before its call
+    """
+
+    make: Callable[[nn.Module], Optimizer]
+    again: Callable[[nn.Module], Optimizer] | None = None
+    training: Callable[[Job], Any] = lambda job: None
+    saving: Callable[[Job], Any] = lambda job: None
+    loading: Callable[[Job], Any] = lambda job: None
+
+
+def _adamw(part: nn.Module) -> Optimizer:
+    return AdamW(part.parameters(), foreach=False, **_RATES)
+
+
+def _groups(part: nn.Module, *, turned: bool = False) -> Optimizer:
+    """Two groups with other rates; `turned` lists both, and the parameters in them, backwards."""
+    named = dict(part.named_parameters())
+    halves = [
+        [p for n, p in named.items() if ("11" in n or "1." in n) is odd] for odd in (False, True)
+    ]
+    groups: list[dict[str, Any]] = [
+        {"params": list(half), "lr": 2.0 ** -(4 + n)} for n, half in enumerate(halves)
+    ]
+    if turned:
+        groups = [{**group, "params": group["params"][::-1]} for group in reversed(groups)]
+    return AdamW(groups, foreach=False, betas=(0.5, 0.75))
+
+
+def _turned(part: nn.Module) -> Optimizer:
+    return _groups(part, turned=True)
+
+
+def _silent(part: nn.Module) -> Optimizer:
+    return SwapAdamW(part.parameters(), **_RATES)
+
+
+def _set_gradients(job: Job) -> None:
+    for part in job.parts:
+        for parameter in part.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+
+
+def _without_gradient(job: Job) -> None:
+    """For the first two steps, one parameter takes no part in the loss."""
+    parameter = _parameter(job)
+
+    def drop(*_: Any) -> None:
+        if job.step < 2:
+            parameter.grad = None
+
+    job.optimizers[0].register_step_pre_hook(drop)
+
+
+def _freeze(job: Job) -> None:
+    _parameter(job).requires_grad_(False)
+
+
+def _parameter(job: Job) -> nn.Parameter:
+    return job.parts[0].get_parameter(KEY)
+
+
+SCENES: Mapping[str, Scene] = {
+    "none": Scene(make=lambda part: MappedAdamW(part.parameters(), **_RATES)),
+    "gradients": Scene(make=_adamw, saving=_set_gradients, loading=_set_gradients),
+    "stateless": Scene(make=lambda part: torch.optim.SGD(part.parameters(), lr=0.25)),
+    "dtypes": Scene(make=lambda part: Mixed(part.parameters())),
+    "by-name": Scene(make=_groups, again=_turned),
+    "no-gradient": Scene(make=_adamw, training=_without_gradient),
+    "frozen": Scene(make=_adamw, saving=_freeze, loading=_freeze),
+    "swapped": Scene(make=lambda part: speak(SwapAdamW(part.parameters(), **_RATES))),
+    "emptied": Scene(make=_silent),
+}
+
+
+def _job(make: Callable[[nn.Module], Optimizer]) -> Job:
+    job = start()
+    job.optimizers = [make(part) for part in job.parts]
+    job.schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in job.optimizers
+    ]
+    return job
+
+
+def resume(manager: Any, folder: str, name: str, what: str) -> list[Finding]:
+    scene = SCENES[name]
+    first = _job(scene.make)
+    scene.training(first)
+    first.train(2)
+    scene.saving(first)
+    with opened(manager, first, folder, interval=1) as found:
+        found.save(2)
+    saved = _told(first)
+    second = _job(scene.again or scene.make)
+    scene.loading(second)
+    with opened(manager, second, folder, load_only=True) as found:
+        found.load()
+    wrong = _differences(saved, _told(second), what, "after the load")
+    if not wrong:
+        first.train()
+        second.train()
+        wrong = _differences(_told(first), _told(second), what, "after one step more")
+    return wrong
+
+
+def _told(job: Job) -> dict[str, Any]:
+    """Model, state and hyperparameters by name, as copies; what is None or empty is left out."""
+    out: dict[str, Any] = {}
+    for part, optimizer in zip(job.parts, job.optimizers, strict=True):
+        names = {id(p): name for name, p in part.named_parameters()}
+        if isinstance(optimizer, SwapAdamW):
+            optimizer.finish()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                out[name] = parameter
+                state = optimizer.state.get(parameter, {})
+                if isinstance(optimizer, SwapAdamW):
+                    state = optimizer.host.get(parameter, {})
+                out |= {f"state.{name}.{key}": value for key, value in state.items()}
+                out |= {
+                    f"param_groups.{name}.{key}": value
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                }
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in out.items()
+        if value is not None
+    }
+
+
+def _differences(expected: Flat, actual: Flat, what: str, where: str) -> list[Finding]:
+    wrong = [
+        key
+        for key in (*expected, *(key for key in actual if key not in expected))
+        if not _same(expected.get(key), actual.get(key))
+    ]
+    if not wrong:
+        return []
+    first = wrong[0]
+    return [
+        Finding(
+            what=what,
+            keys=tuple(wrong),
+            coordinate=where,
+            expected=brief(expected.get(first)),
+            actual=brief(actual.get(first)),
+            oracle="the job that saved",
+        )
+    ]
+
+
+def _same(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return bool(type(one) is type(two) and one == two)
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
+
+
+def save_emptied(manager: Any, folder: str) -> str | None:
+    """The words of a refusal; None without one."""
+    job = _job(_silent)
+    job.train(2)
+    try:
+        with opened(manager, job, folder, interval=1) as found:
+            found.save(2)
+    except ManagerRaised as error:
+        return error.words
+    return None
+
+
+def moment_after_load(manager: Any, folder: str) -> str:
+    """What stands where the moment stood; nothing where it still stands or nothing was loaded."""
+    job = start(1)
+    try:
+        with opened(manager, job, folder, load_only=True) as found:
+            found.load()
+    except ManagerRaised:
+        return ""
+    moment = job.optimizers[0].state.get(_parameter(job), {}).get("exp_avg")
+    return "" if isinstance(moment, Tensor) else brief(moment)
