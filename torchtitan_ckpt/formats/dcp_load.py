@@ -143,7 +143,9 @@ class _Loader:
         for job in jobs:
             shard = job.shard
             if self.plain:
-                yield from read_tasks(file, shard.byte_offset, plain_payload(job), job)
+                yield from read_tasks(
+                    file, shard.byte_offset, plain_payload(job.shard, job.dtype), job
+                )
                 continue
             if shard.byte_length > _SMALL:
                 yield from self._large(file, job)

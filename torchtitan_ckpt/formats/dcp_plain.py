@@ -3,19 +3,19 @@
 A data file then is object entries as ever, and after them one safetensors part with the rank's
 tensors, so that a tensor's bytes lie bare, not in an archive of their own. Which file is of this
 kind is told from its bytes; where each tensor lies becomes part of the manifest, and readers ask
-`is_plain`.
+`is_plain`. Imports no torch, as everything that makes manifests.
 """
 
 from __future__ import annotations
 
+import math
+
 from torchtitan_ckpt.errors import DamagedError
-from torchtitan_ckpt.formats.dcp_plan import Job
 from torchtitan_ckpt.formats.folders import Folder
-from torchtitan_ckpt.formats.hf_boxes import strides_of
 from torchtitan_ckpt.formats.hf_header import Header, parse_header
 from torchtitan_ckpt.formats.hf_problems import HEADER_LIMIT, LENGTH_BYTES, bad_length
 from torchtitan_ckpt.formats.torch_zip import Payload
-from torchtitan_ckpt.manifest import Manifest
+from torchtitan_ckpt.manifest import Manifest, Shard
 
 SERIALIZATION = "serialization"  # in Manifest.info
 
@@ -25,10 +25,10 @@ def is_plain(manifest: Manifest) -> bool:
     return manifest.info.get(SERIALIZATION) == "safetensors"
 
 
-def plain_payload(job: Job) -> Payload:
+def plain_payload(shard: Shard, dtype: str) -> Payload:
     """Where the elements lie in an item that is nothing else."""
-    shape = job.shard.sizes
-    return Payload(job.dtype, shape, strides_of(shape), 0, 0, job.shard.byte_length, 0)
+    strides = tuple(math.prod(shard.sizes[dim:]) for dim in range(1, len(shard.sizes) + 1))
+    return Payload(dtype, shard.sizes, strides, 0, 0, shard.byte_length, 0)
 
 
 def safetensors_part(folder: Folder, name: str, start: int, size: int) -> Header | None:

@@ -126,7 +126,9 @@ class DcpReader:
         shard = job.shard
         file = self._file(shard.file)
         if self._plain or shard.byte_length > _SMALL:
-            payload = plain_payload(job) if self._plain else self._payload(file, job)
+            payload = (
+                plain_payload(job.shard, job.dtype) if self._plain else self._payload(file, job)
+            )
             for task in read_tasks(file, shard.byte_offset, payload, job):
                 task()
             return
