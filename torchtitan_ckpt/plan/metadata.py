@@ -39,10 +39,9 @@ def metadata_bytes(plan: Written) -> int:
             total += parts["tensor"] + name + _numbers(entry.shape) + chunks[id(kind)]
             total += len(owners) * (parts["stored tensor"] + name)
             total += sum(_numbers(offsets) for offsets, _ in kind.boxes)
-            total += sum(integer_bytes(number) for number in range(len(owners)))
+            total += sum(map(integer_bytes, range(len(owners))))
         else:
-            total += parts["object"] + parts["stored object"] + name
-            total += name * len(owners)
+            total += parts["object"] + name + len(owners) * (parts["stored object"] + name)
         total += positions.bytes_of(kind, owners, entry.is_tensor)
         items += len(owners)
     total += positions.names
@@ -114,20 +113,17 @@ def _parts() -> dict[str, int]:
     plain = _pickled()
     name, number = _text("000"), integer_bytes(0)
     frames = -(-plain // _FRAME) * _FRAME_BYTES
-    parts = {
+    parts: dict[str, int] = {
         "tensor": _pickled(tensors=41) - plain - name,
         "chunk": (_pickled(chunks=120) - _pickled(chunks=80)) // 40,
         "object": _pickled(objects=2) - plain - name,
         "stored tensor": _pickled(stored_tensors=2) - plain - name - 3 * number,
         "stored object": _pickled(stored_objects=2) - plain - name - 2 * number,
     }
-    parts["empty"] = plain - frames - 40 * (parts["tensor"] + parts["chunk"] + 1)
-    parts["empty"] -= 40 * name + sum(
-        parts[k] for k in ("object", "stored tensor", "stored object")
-    )
-    parts["empty"] -= 3 * name + 5 * number + 2 * _BATCH_BYTES
-    parts["empty"] -= _text("__0_0.distcp") - _REFERENCE
-    return parts
+    filling = 40 * (parts["tensor"] + name + parts["chunk"] + 1)
+    filling += parts["object"] + parts["stored tensor"] + parts["stored object"]
+    filling += 3 * name + 5 * number + 2 * _BATCH_BYTES + _text("__0_0.distcp") - _REFERENCE
+    return parts | {"empty": plain - frames - filling}
 
 
 def _pickled(
