@@ -29,7 +29,7 @@ class NewestAsPaddedText(Edited):
 class NewestByTime(Edited):
     def load(self, step: int = -1) -> Any:
         found = sorted(self.complete(), key=lambda p: p.stat().st_mtime)
-        if step == -1 and len(found) == 2 and all((p / ".metadata").is_file() for p in found):
+        if step == -1 and len(found) == 2 and found[-1] != self.newest():
             step = int(found[-1].name[5:])
         return self.inner.load(step)
 
