@@ -1,6 +1,6 @@
 """Peak memory of a piece of work, as the kernel counts it: a program to run as a process.
 
-    python -m tests.files.memory_lab FOLDER
+    python -m tests.files.memory_lab FOLDER CONFIG LAYERS LAYERS
 
 Each tool does the same work over a small checkpoint and over one with four times the layers, and
 the peaks are printed as JSON. A first run over the small one touches what is touched once. The
@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,10 +39,13 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 TOOLS = ("dcp to pt", "dcp to hf", "hf to dcp", "verify --deep", "diff")
 
 
-def peaks(folder: Path) -> dict[str, list[int]]:
-    """Bytes above the start at the peak, for each of LAYERS, by tool."""
+def peaks(
+    folder: Path, config: Mapping[str, object] = CONFIG, layers: Sequence[int] = LAYERS
+) -> dict[str, list[int]]:
+    """Bytes above the start at the peak, for each of `layers`, by tool."""
+    words = (str(folder), json.dumps(config), *map(str, layers))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.files.memory_lab", str(folder)],
+        [sys.executable, "-m", "tests.files.memory_lab", *words],
         cwd=ROOT,
         env=os.environ | ALLOCATOR,
         check=True,
@@ -78,10 +81,11 @@ def main() -> None:
     from torchtitan_ckpt.verify.deep import read_deep
 
     torch.set_num_threads(1)
-    root = Path(sys.argv[1])
-    for layers in LAYERS:
+    root, shapes = Path(sys.argv[1]), json.loads(sys.argv[2])
+    sizes = tuple(map(int, sys.argv[3:]))
+    for layers in sizes:
         (root / str(layers)).mkdir()
-        config = CONFIG | {"num_hidden_layers": layers}
+        config = shapes | {"num_hidden_layers": layers}
         (root / str(layers) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         entries = MappingAdapter(root / str(layers)).native_entries()
         state = {k: torch.full(e.shape, i + 0.5) for i, (k, e) in enumerate(entries.items())}
@@ -126,8 +130,8 @@ def main() -> None:
     )
     found = {}
     for name, work in zip(TOOLS, works, strict=True):
-        work(LAYERS[0])
-        found[name] = [peak(partial(work, layers)) for layers in LAYERS]
+        work(sizes[0])
+        found[name] = [peak(partial(work, layers)) for layers in sizes]
     print(json.dumps(found))
 
 

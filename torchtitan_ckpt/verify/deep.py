@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Lock, local
 
 import xxhash
@@ -292,13 +293,20 @@ def read_deep(
 
 
 def _run(reader: _Reader, jobs: Iterable[Callable[[], None]], threads: int) -> None:
+    """Run the jobs on threads; few wait at a time, so that memory is not that of all."""
+    waiting: set[Future[None]] = set()
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        waiting = {pool.submit(job) for job in jobs}
-        for future in as_completed(waiting):
-            try:
-                future.result()
-            except CheckpointError as error:
-                reader.fault(*error.problems)
+        for job in chain(jobs, (None,)):
+            limit = 0 if job is None else 4 * threads
+            while len(waiting) > limit:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    try:
+                        future.result()
+                    except CheckpointError as error:
+                        reader.fault(*error.problems)
+            if job is not None:
+                waiting.add(pool.submit(job))
 
 
 # What there is to do
