@@ -91,6 +91,27 @@ def bar(what: str = "", total: int | None = None, *, wanted: bool = True) -> Ite
         drawn.stop()
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A moving line while the block runs, for work of which nobody knows how much is done."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.status import Status
+
+    line = Status(what, console=Console(stderr=True))
+    timer = threading.Timer(AFTER, line.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        line.stop()
+
+
 class Lines:
     """The same for where there is no terminal, such as the log of a CI run: lines on stderr.
 

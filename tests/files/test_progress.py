@@ -38,7 +38,13 @@ from torchtitan_ckpt.cli import main
 
 progress.AFTER = 0.0
 qwen3, out = sys.argv[1:]
-for words in (["verify", "--deep", qwen3], ["diff", qwen3, qwen3], ["convert", qwen3, out]):
+for words in (
+    ["verify", "--deep", qwen3],
+    ["diff", qwen3, qwen3],
+    ["convert", qwen3, out],
+    ["inspect", qwen3],
+    ["plan", "--family", "qwen3", "--config", "Qwen3-0.6B"],
+):
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(words) == 0
     print("-- " + words[0], file=sys.stderr, flush=True)
@@ -104,7 +110,11 @@ def test_the_tools_draw_the_same_bars(tmp_path):
     qwen3 = Path(__file__).parents[2] / "fixtures" / "qwen3" / "moe"
     shown = on_a_terminal(VERBS, qwen3, tmp_path / "out")
     verify, _, rest = shown.partition("-- verify")
-    diff, _, convert = rest.partition("-- diff")
+    diff, _, rest = rest.partition("-- diff")
+    convert, _, rest = rest.partition("-- convert")
+    inspect, _, plan = rest.partition("-- inspect")
     assert "reading" in verify
     assert "comparing" in diff
     assert "converting" in convert
+    assert "reading the metadata" in inspect
+    assert "planning" in plan

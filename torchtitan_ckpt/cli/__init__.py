@@ -90,9 +90,9 @@ def _main(args: list[str]) -> int:
             traceback.print_exc()
         from torchtitan_ckpt.device_failures import explain_import_error
 
-        problem = explain_import_error(error)
-        if problem is not None:  # torch itself did not load
-            _report(DeviceError(problem), as_json="--json" in rest)
+        no_torch = explain_import_error(error)
+        if no_torch is not None:
+            _report(DeviceError(no_torch), as_json="--json" in rest)
             return DeviceError.exit_code
         print(
             f"[internal] {PROG} {verb} failed: {type(error).__name__}: {error}\n"

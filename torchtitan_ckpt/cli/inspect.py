@@ -56,6 +56,7 @@ def run(args: Args) -> int:
     from torchtitan_ckpt import inspection
     from torchtitan_ckpt.errors import DamagedError
     from torchtitan_ckpt.formats import detect
+    from torchtitan_ckpt.progress import waiting
 
     if args.tensor is not None:
         from torchtitan_ckpt.tensor_look import look_at_tensor
@@ -66,7 +67,8 @@ def run(args: Args) -> int:
     if detect(args.path).kind == "steps":
         return _steps(args)
     try:
-        found = inspection.inspect(args.path, trust=args.trust)
+        with waiting("reading the metadata"):
+            found = inspection.inspect(args.path, trust=args.trust)
     except DamagedError:
         return _damaged(args)
     if args.json:

@@ -71,22 +71,24 @@ def run(args: Args) -> int:
     """0 when the plan has no fault, 1 when something would fail."""
     from torchtitan_ckpt.plan import plan_load, plan_save
     from torchtitan_ckpt.plan.text import as_html, as_json, load_text, save_text
+    from torchtitan_ckpt.progress import waiting
 
     native = _native(args)
     degrees = _degrees(args)
     target = None if args.to is None else _target(args.to)
-    save = plan_save(
-        native,
-        degrees,
-        chunks=args.stages_per_rank,
-        optimizer=not args.model_only,
-        method=args.method,
-    )
-    load = None
-    if target is not None:
-        load = plan_load(
-            save, native, target, chunks=args.to_stages_per_rank, optimizer=not args.model_only
+    with waiting("planning"):
+        save = plan_save(
+            native,
+            degrees,
+            chunks=args.stages_per_rank,
+            optimizer=not args.model_only,
+            method=args.method,
         )
+        load = None
+        if target is not None:
+            load = plan_load(
+                save, native, target, chunks=args.to_stages_per_rank, optimizer=not args.model_only
+            )
     if args.html is not None:
         Path(args.html).write_text(as_html(save, load), encoding="utf-8")
     if args.json:
