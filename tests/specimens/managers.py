@@ -15,8 +15,10 @@ from conformance import Subject
 from tests.specimens import managers_optimizer, managers_ranks, managers_resume
 from tests.specimens.specimen import Specimen
 
-# Enough for every fault here: rows, columns, and stages with other keys.
+# Enough for every fault here: rows, columns, and stages with other keys. What is wrong on one rank
+# already needs fewer.
 DEGREES = ("fsdp2", "tp2", "pp2")
+FEWER = ("tp2", "pp2")
 _MODULES = (managers_ranks, managers_resume, managers_optimizer)
 # Name, check, what a finding must name, the kinds of fault; the class is named alike.
 _ALONE = """
@@ -79,7 +81,8 @@ def _specimens(table: str, *, alone: bool) -> Iterator[Specimen]:
         check, kind, key, kinds = re.split(r" {2,}", line)
         name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind).lower()
         edited = next(getattr(m, kind) for m in _MODULES if hasattr(m, kind))
-        make = partial(Subject, name, manager=edited, degrees=DEGREES)
+        degrees = DEGREES if hasattr(managers_ranks, kind) else FEWER
+        make = partial(Subject, name, manager=edited, degrees=degrees)
         yield Specimen(name, check, key, kinds=kinds, alone=alone, make=make)
 
 

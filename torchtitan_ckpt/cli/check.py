@@ -28,13 +28,13 @@ class Args:
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SUBJECT [SUBJECT ...]")
     ]
     """pkg.mod:NAME, a shipped family, titan:<model>/<flavor>, a folder of safetensors, or
-    main:<fixture>; without any, the main job: three Qwen3 checkpoints through real jobs."""
+    manager:ours, main:<fixture>; without any, the main job: three Qwen3 checkpoints through real jobs."""
     check: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only checks whose id matches this glob (repeatable)."""
     level: int | None = None
     """Only checks up to this level (1 keys, 2 values, 3 files, 4 forward, 5 ranks)."""
     degrees: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Parallel degrees for the chapter reshard, e.g. dp_shard=2,tp=2 (repeatable)."""
+    """Parallel degrees for the chapters reshard and seed, e.g. "fsdp2 x tp2" (repeatable)."""
     device: Literal["cpu", "npu", "cuda", "npu-sim"] | None = None
     """Where the tensors of the checks lie; npu-sim starts again on the simulated Ascend device.
     Without it the environment variable TORCHTITAN_CKPT_DEVICE decides, else cpu."""
