@@ -143,6 +143,17 @@ def test_safetensors_serialization_of_one_tensor(tmp_path):
     assert torch.equal(target["a"], state["a"])
 
 
+def test_files_of_two_serializations_in_one_folder_are_no_checkpoint(tmp_path):
+    """The archives of the one kind would else be read as bare bytes of the other."""
+    folder = tmp_path / "s"
+    shutil.copytree(SAFETENSORS, folder)
+    archives = GOLDEN / "torch-2.10.0-2ranks" / "__1_0.distcp"
+    (folder / "__1_0.distcp").write_bytes(archives.read_bytes())
+    with pytest.raises(DamagedError) as caught:
+        read_manifest(folder)
+    assert "dcp.not-stored" in codes(caught.value)
+
+
 @pytest.mark.parametrize("what", ["cut", "renamed", "shape", "header"])
 def test_damaged_safetensors_serialization(what, tmp_path):
     folder = tmp_path / "s"

@@ -124,11 +124,11 @@ class _Builder:
         if stored:
             for key, _ in stored:
                 self.faults.add("dcp.stored-unknown", key, "its bytes are listed, the key is not")
+        if self.transforms:
+            raise compressed(self.transforms, self.where)
         self._place_safetensors()
         named = frozenset(self.ranges).union(item["relative_path"] for item in stored.values())
         self._check_ranges()
-        if self.transforms:
-            raise compressed(self.transforms, self.where)
         tensors = {k: e for k, e in self.tensors.items() if self._is_sound(k, e.shards)}
         objects = {k: e for k, e in self.objects.items() if self._is_sound(k, (e,))}
         none_keys = pickled_nones(self.folder, objects.values())
@@ -151,8 +151,7 @@ class _Builder:
         return Survey(manifest, sound, named, problems, self.faults.only_refused)
 
     def _is_sound(self, key: str, places: Iterable[Shard | ObjectEntry]) -> bool:
-        bad = key in self.faults.keys or any(place.file in self.unsafe for place in places)
-        return not bad
+        return key not in self.faults.keys and all(p.file not in self.unsafe for p in places)
 
     # From the metadata
 
@@ -309,9 +308,10 @@ class _Builder:
             self.tensors[key] = replace(entry, shards=shards)
 
     def _placed(self, entry: TensorEntry, shard: Shard, parts: Mapping[str, Header]) -> Shard:
-        if shard.file not in parts:
-            return shard
-        item = parts[shard.file].items.get(entry.key)
+        if self.sizes[shard.file] < 0:
+            return shard  # missing, which is said elsewhere
+        part = parts.get(shard.file)
+        item = None if part is None else part.items.get(entry.key)
         if item is None or (item.dtype, item.shape) != (entry.dtype, shard.sizes):
             self.faults.add("dcp.not-stored", entry.key, f"{shard.file} has no such part of it")
             return shard
