@@ -61,6 +61,12 @@ def test_tensors_of_the_checks_lie_on_the_device() -> None:
     assert report.device == device.current().label
 
 
+def test_what_would_run_on_the_cpu_is_not_reported_as_run_here() -> None:
+    report = check("manager:ours", checks=["resume.newest"], device=device.current().kind.value)
+    assert report.exit_code == 5
+    assert "run on the CPU" in report.cells[0].reason
+
+
 def test_what_fails_only_on_a_device_is_found() -> None:
     report = _checked(Stuck, "purity.order")
     assert report.exit_code == 1
