@@ -31,8 +31,10 @@ def test_each_stage_is_said_and_a_long_one_again(clock, capsys):
     lines.at("keys", "0 of 9")
     clock.seconds += 3
     lines.at("values", "4 of 9")
+    clock.seconds += 2
     lines.at("values", "5 of 9")  # no news
-    lines.at("files", "6 of 9")  # too soon after the last line
+    lines.at("files", "6 of 9")
+    lines.at("jobs", "7 of 9")  # too soon after the last line
     clock.seconds += 14
     lines.remind()
     clock.seconds += 1
@@ -41,6 +43,9 @@ def test_each_stage_is_said_and_a_long_one_again(clock, capsys):
     lines.remind()
     lines.stop()
     # The watching thread may come first; it says the same.
-    assert capsys.readouterr().err == (
-        "     3 s  values: 4 of 9\n    18 s  files: 6 of 9\n    33 s  files: 6 of 9\n"
-    )
+    assert capsys.readouterr().err.splitlines() == [
+        "     3 s  values: 4 of 9",
+        "     5 s  files: 6 of 9",
+        "    20 s  jobs: 7 of 9",
+        "    35 s  jobs: 7 of 9",
+    ]
