@@ -125,6 +125,14 @@ def test_a_zip_writer_that_fails_names_the_cause(lab, truth, prepared, calls):
     check(lab, truth, prepared, calls, cases)
 
 
+def test_an_export_that_fails_names_the_cause(lab, truth, prepared, calls):
+    """Closing a file can fail too, also while an earlier failure is being cleaned up."""
+    own = [n for n, call in enumerate(calls("hf"), 1) if call.endswith(".partial")]
+    assert any(calls("hf")[n - 1].startswith("close") for n in own)
+    cases = [("hf", at, fault) for at in own for fault in ("full", "broken")]
+    check(lab, truth, prepared, calls, [c for c in cases if hits(c[2], calls("hf")[c[1] - 1])])
+
+
 @pytest.mark.parametrize("fault", ["broken", "read-only"])
 def test_a_replacement_that_fails_half_way_leaves_the_old_step(lab, truth, prepared, calls, fault):
     """Where names cannot be swapped: the old step is away, the new one does not get its name."""

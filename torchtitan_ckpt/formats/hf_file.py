@@ -123,15 +123,21 @@ class FileWriter:
 
     def close(self) -> None:
         """Give the descriptor back; the partial file stays."""
-        if self._fd >= 0:
+        if self._fd < 0:
+            return
+        try:
             self.flush()
-            os.close(self._fd)
-            self._fd = -1
+        finally:
+            # Whatever close says, the descriptor is gone.
+            descriptor, self._fd = self._fd, -1
+            with self._failing("closed"):
+                os.close(descriptor)
 
     def discard(self) -> None:
         """Close and remove the partial file, whatever its state."""
         self._pending.clear()
-        self.close()
+        with contextlib.suppress(SaveError):
+            self.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
 
