@@ -86,9 +86,10 @@ class InitialPathWins(Edited):
 class ModelOnlyIsAStep(Edited):
     def load(self, step: int = -1) -> Any:
         newest = self.newest()
-        if step == -1 and newest is not None and (newest / ".metadata").exists():
+        files = [p.suffix or p.name for p in newest.iterdir()] if newest else []
+        if step == -1 and newest and {".metadata", ".distcp"} <= set(files) and not self.seeded:
             keys = dcp.read_manifest(str(newest)).keys
-            if not self.seeded and not any(k.startswith("optimizer.") for k in keys):
+            if not any(key.startswith("optimizer.") for key in keys):
                 step = int(newest.name[5:])
         return self.inner.load(step)
 
