@@ -161,6 +161,8 @@ class Job:
     def _weigh(self, key: str, parameter: Tensor) -> Tensor:
         """<weights, parameter>, whose gradient is the weights; FSDP's average leaves them so."""
         weights = _numbers(f"{key}/gradient{self.step}", self.table[key].shape)
+        if parameter.dtype.itemsize < 4:
+            weights = weights.round()  # sums over eight ranks must fit the dtype's eight digits
         if isinstance(parameter, DTensor):
             placed = distribute_tensor(
                 weights, parameter.device_mesh, parameter.placements, src_data_rank=None
