@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from conformance.subject import Subject
-from torchtitan_ckpt.errors import NotFoundError, Problem, nearest
+from torchtitan_ckpt.errors import ConfigError, Problem, nearest
 from torchtitan_ckpt.manager import CheckpointManager
 
 NAMES = ("manager:ours", "manager:titan")
@@ -48,7 +48,7 @@ def subject(name: str) -> Subject:
             return Subject(name, notes=("torchtitan is not installed: there is no manager",))
         return Subject(name, manager=TitanManager, expect=TITAN)
     near = nearest(name, NAMES)
-    raise NotFoundError(
+    raise ConfigError(
         Problem(
             code="check.no-subject",
             what=f"no manager is called {name!r}",

@@ -16,7 +16,7 @@ from tests.gate.detection import KINDS, MANAGED, cells_of, failing, named, probl
 from tests.specimens.managers import SPECIMENS
 from tests.specimens.specimen import Specimen
 from torchtitan_ckpt import CheckpointManager
-from torchtitan_ckpt.errors import ConfigError, NotFoundError
+from torchtitan_ckpt.errors import ConfigError
 
 pytest_plugins = ["pytester"]
 MINE = """
@@ -124,7 +124,7 @@ def test_an_adapter_alone_makes_the_chapters_not_applicable() -> None:
 
 def test_managers_are_found_by_name() -> None:
     assert resolve("manager:ours").manager is CheckpointManager
-    with pytest.raises(NotFoundError, match="did you mean manager:ours"):
+    with pytest.raises(ConfigError, match="did you mean manager:ours"):
         resolve("manager:our")
 
 
