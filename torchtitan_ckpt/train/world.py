@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_ckpt import device as devices
+from torchtitan_ckpt.collective import own_group
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
 
 
@@ -75,10 +76,5 @@ def enter(degrees: ParallelDegrees, *, device: str | None) -> Iterator[World]:
     if here.size == 1:
         yield World(here, chosen)
         return
-    import torch.distributed as dist
-
-    dist.init_process_group(backend=kind.backend)
-    try:
+    with own_group(kind.backend):
         yield World(here, chosen, build_meshes(degrees, kind.kind.value))
-    finally:
-        dist.destroy_process_group()
