@@ -30,7 +30,7 @@ fi
 "$python" -m venv "$target"
 "$target/bin/python" -m pip install --quiet \
     "torch==$release" "torch_npu==$release" \
-    'safetensors>=0.6' 'tyro>=0.9' 'rich>=13' 'xxhash>=3' 'fsspec>=2024.6' \
+    'safetensors>=0.6' 'tyro>=0.9' 'rich>=13' 'xxhash>=3' 'zlib-ng>=0.5' 'fsspec>=2024.6' \
     numpy 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100' pyyaml
 "$target/bin/python" -m pip install --quiet --no-deps --editable .
 if ! complete; then

@@ -1,6 +1,6 @@
 """`diff` of equal files against `cmp`, and its memory.
 
-    python tests/benchmarks/diff.py [--runs 5] [--layers 28] [--cold]
+    python -m tests.benchmarks.diff [--runs 5] [--layers 28] [--cold]
 
 Ratios of medians of one run; the calls take turns. A script, not a test.
 """

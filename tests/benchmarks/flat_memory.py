@@ -1,6 +1,6 @@
 """Peak memory of convert, verify --deep and diff against the size of the model.
 
-    python tests/benchmarks/flat_memory.py [--layers 7]
+    python -m tests.benchmarks.flat_memory [--layers 7]
 
 Qwen3-0.6B's layers with a small vocabulary, and four times as many; the second peak over the first
 is to be at most 1.1. The kernel counts, see `tests/files/memory_lab.py`. A script, not a test.

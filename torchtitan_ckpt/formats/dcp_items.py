@@ -8,7 +8,6 @@ the first tensor of a kind goes through torch.save, and the rest reuse that arch
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from struct import pack
@@ -16,6 +15,7 @@ from typing import IO, cast
 
 import torch
 
+from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.dcp_layout import tensor_of
 from torchtitan_ckpt.formats.tensor_bytes import memory, plain
 from torchtitan_ckpt.formats.torch_zip import Archive
@@ -61,7 +61,7 @@ class ItemWriter:
             return len(data)
         payload = memory(tensor)
         tail = bytearray(template.tail)
-        crc = pack("<I", zlib.crc32(payload))
+        crc = pack("<I", crc32(payload))
         for at in template.crc_at:
             tail[at : at + 4] = crc
         if size > _SMALL:

@@ -7,11 +7,11 @@ serves all that match it byte for byte elsewhere. What does not match is read in
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from struct import unpack_from
 
 from torchtitan_ckpt.errors import DamagedError, Problem
+from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.pickles import TensorRef
 from torchtitan_ckpt.formats.torch_zip import Archive, Member, Payload
 
@@ -103,4 +103,4 @@ def crc_differs(data: bytes | bytearray, at: int, payload: Payload) -> bool:
     if data[end : end + 4] != b"PK\x07\x08":
         return False
     kept = unpack_from("<I", data, end + 4)[0]
-    return bool(kept) and kept != zlib.crc32(memoryview(data)[start:end])
+    return bool(kept) and kept != crc32(memoryview(data)[start:end])

@@ -12,7 +12,6 @@ import io
 import math
 import os
 import pickle
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_ckpt.errors import Problem, SaveError
+from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.tensor_bytes import memory, plain
 from torchtitan_ckpt.formats.torch_file_journal import Done, Journal
 from torchtitan_ckpt.manifest import ITEM_SIZE
@@ -229,7 +229,7 @@ class TorchFileWriter:
             done += len(data)
             if done <= size:
                 self._file.write(data)
-                crc = zlib.crc32(data, crc)
+                crc = crc32(data, crc)
 
         yield sink
         if done != size:

@@ -9,7 +9,6 @@ and against the size of the archive before anything is believed.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import error as StructError
@@ -17,6 +16,7 @@ from struct import unpack_from
 from typing import Any
 
 from torchtitan_ckpt.errors import DamagedError, Problem, RefusedError
+from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.pickles import TensorRef, load_values
 from torchtitan_ckpt.manifest import ITEM_SIZE
 
@@ -208,7 +208,7 @@ class Archive:
         """The bytes of an entry, compared with their checksum where there is one."""
         member = self.member(name)
         data = self._read(self.data_offset(member), member.size)
-        if member.crc and zlib.crc32(data) != member.crc:
+        if member.crc and crc32(data) != member.crc:
             raise self.damaged(f"the bytes of {member.name} do not fit their checksum")
         return data
 

@@ -8,7 +8,6 @@ same pass looks at the values. Safetensors files keep no checksums.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import xxhash
 
 from torchtitan_ckpt.errors import CheckpointError, DamagedError, Problem
 from torchtitan_ckpt.formats import dcp
+from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS, FileDigest
 from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_objects import read_objects
@@ -109,7 +109,7 @@ class _Reader:
             part = data[item.start - start : item.start - start + item.length]
             if item.crc:
                 summed += item.length
-                if zlib.crc32(part) != item.crc:
+                if crc32(part) != item.crc:
                     self.fault(self._differs(item))
             values.add(part, item.element)
             found.append((item.key, values))
@@ -214,7 +214,7 @@ class _Reader:
             part = buffer[: min(WINDOW, length - at)]
             file.read_into(start + at, part)
             if crc:
-                total = zlib.crc32(part, total)
+                total = crc32(part, total)
             if digest is not None:
                 digest.update(part)
             values.add(part, item.element + at // width)
