@@ -251,7 +251,6 @@ def _unknown(where: str, name: str) -> ConfigError:
             code="check.unknown-id",
             what=f"no check of the contract {VERSION} matches {name!r}",
             where=where,
-            cause=f"did you mean {near}?" if near else "",
-            fix="`torchtitan-ckpt checks` lists the ids",
+            fix=f"did you mean {near}?" if near else "`torchtitan-ckpt checks` lists the ids",
         )
     )

@@ -53,8 +53,9 @@ def resolve(name: str) -> Subject:
                 code="check.no-subject",
                 what=f"no subject is called {name!r}",
                 expected=f"pkg.mod:NAME, titan:<model>/<flavor>, a folder, or {', '.join(shipped)}",
-                cause=f"did you mean {near}?" if near else "",
-                fix="name a Subject in a module of yours as pkg.mod:NAME",
+                fix=f"did you mean {near}?"
+                if near
+                else "name a Subject in a module of yours as pkg.mod:NAME",
             )
         )
     return families.subject(name)
@@ -85,7 +86,7 @@ def _imported(name: str) -> Subject:
                 Problem(
                     code="check.no-subject",
                     what=f"{module_name} has no {attribute!r}",
-                    cause=f"did you mean {near}?" if near else "",
+                    fix=f"did you mean {near}?" if near else "correct the name",
                 )
             )
         found = getattr(found, part)

@@ -40,8 +40,10 @@ def subject(name: str) -> Subject:
                 what=f"there is no main job {name!r} here",
                 where=str(_FOLDER),
                 expected=", ".join(NAMES),
-                cause=f"did you mean {near}?" if near else "the fixtures are in a checkout only",
-                fix="run bash scripts/check.sh in a checkout, or name a subject of yours",
+                cause="" if near else "the fixtures are in a checkout only",
+                fix=f"did you mean {near}?"
+                if near
+                else "run bash scripts/check.sh in a checkout, or name a subject of yours",
             )
         )
     config = json.loads((folder / "config.json").read_text())

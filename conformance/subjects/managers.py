@@ -53,7 +53,7 @@ def subject(name: str) -> Subject:
             code="check.no-subject",
             what=f"no manager is called {name!r}",
             expected=", ".join(NAMES),
-            cause=f"did you mean {near}?" if near else "",
+            fix=f"did you mean {near}?" if near else "name one of them",
         )
     )
 

@@ -49,7 +49,7 @@ def subject(name: str) -> Subject:
                 what=f"no published checkpoint {published!r} is listed here",
                 where=str(FACTS),
                 expected=", ".join(names()) or "a checkout of this project",
-                cause=f"did you mean {near}?" if near else "",
+                fix=f"did you mean {near}?" if near else "name one of them",
             )
         )
     made = families.of_config(name, _facts("configs")[published]["config"])

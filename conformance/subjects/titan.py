@@ -117,7 +117,7 @@ def _spec(name: str, model: str, flavor: str, arguments: Mapping[str, Any]) -> A
                 code="check.no-subject",
                 what=f"torchtitan has no model {model!r}",
                 expected=", ".join(sorted(models)),
-                cause=f"did you mean {near}?" if near else "",
+                fix=f"did you mean {near}?" if near else "name one of them",
             )
         )
     try:
@@ -157,7 +157,7 @@ def _spec(name: str, model: str, flavor: str, arguments: Mapping[str, Any]) -> A
                 code="check.no-subject",
                 what=f"torchtitan's {model} has no flavor {flavor!r}",
                 expected=", ".join(flavors),
-                cause=f"did you mean {near}?" if near else "",
+                fix=f"did you mean {near}?" if near else "name one of them",
             )
         ) from error
 

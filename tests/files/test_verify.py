@@ -88,6 +88,8 @@ def test_a_missing_shard_and_a_cut_file_are_findings(tmp_path, capsys):
     code, report = run(capsys, folder, "--deep")
     assert code == 1
     assert {"hf.shard-absent", "hf.file-cut"} <= set(codes(report))
+    # Of a part that could be read the total says nothing.
+    assert "hf.total-size" not in codes(report)
 
 
 def test_all_that_is_wrong_with_a_dcp_is_said_at_once(tmp_path, capsys):

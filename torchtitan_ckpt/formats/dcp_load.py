@@ -30,6 +30,7 @@ from torchtitan_ckpt.formats.dcp_manifest import read_manifest
 from torchtitan_ckpt.formats.dcp_objects import raise_all, read_objects
 from torchtitan_ckpt.formats.dcp_plain import is_plain, plain_payload
 from torchtitan_ckpt.formats.dcp_plan import Job, compare, plan
+from torchtitan_ckpt.formats.dcp_problems import item_differs
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.pickle_parts import garbage_collection_paused
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
@@ -230,14 +231,5 @@ class _Loader:
 
     def _check(self, job: Job, payload: Payload) -> None:
         if payload.dtype != job.dtype or payload.size != job.shard.sizes:
-            raise DamagedError(
-                Problem(
-                    code="dcp.item-differs",
-                    what="an item of another shape or dtype than the metadata says",
-                    where=self._where(job),
-                    expected=f"{list(job.shard.sizes)} of {job.dtype}",
-                    actual=f"{list(payload.size)} of {payload.dtype}",
-                    cause="metadata and data of two saves mixed",
-                    fix="use another step",
-                )
-            )
+            expected = (job.shard.sizes, job.dtype)
+            raise item_differs(self._where(job), expected, (payload.size, payload.dtype))

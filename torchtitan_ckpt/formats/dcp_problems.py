@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchtitan_ckpt.errors import InputError, NotFoundError, Problem, RefusedError, list_keys
+from torchtitan_ckpt.errors import (
+    DamagedError,
+    InputError,
+    NotFoundError,
+    Problem,
+    RefusedError,
+    list_keys,
+)
 
 _RANK_LOCAL = re.compile(r"__[0-9]+(_[0-9]+)?\.metadata")
 _FAULTS = {
@@ -107,5 +114,22 @@ def compressed(transforms: Iterable[str], where: str) -> RefusedError:
             expected="entries as torch.save wrote them",
             cause="saved with stream extensions of torch.distributed.checkpoint",
             fix="load it with dcp.load and the same extensions, and save it without them",
+        )
+    )
+
+
+def item_differs(
+    where: str, expected: tuple[Sequence[int], str], actual: tuple[Sequence[int], str]
+) -> DamagedError:
+    """An item whose archive holds another (shape, dtype) than the metadata says."""
+    return DamagedError(
+        Problem(
+            code="dcp.item-differs",
+            what="an item of another shape or dtype than the metadata says",
+            where=where,
+            expected=f"{list(expected[0])} of {expected[1]}",
+            actual=f"{list(actual[0])} of {actual[1]}",
+            cause="metadata and data of two saves mixed",
+            fix="use another step",
         )
     )

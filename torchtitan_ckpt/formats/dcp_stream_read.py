@@ -22,6 +22,7 @@ from torchtitan_ckpt.formats.dcp_manifest import read_manifest
 from torchtitan_ckpt.formats.dcp_objects import read_objects
 from torchtitan_ckpt.formats.dcp_plain import is_plain, plain_payload
 from torchtitan_ckpt.formats.dcp_plan import Job
+from torchtitan_ckpt.formats.dcp_problems import item_differs
 from torchtitan_ckpt.formats.folders import File, open_folder
 from torchtitan_ckpt.formats.hf_boxes import intersect
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
@@ -178,17 +179,8 @@ class DcpReader:
 
     def _check(self, job: Job, payload: Payload) -> None:
         if payload.dtype != job.dtype or payload.size != job.shard.sizes:
-            raise DamagedError(
-                Problem(
-                    code="dcp.item-differs",
-                    what="an item of another shape or dtype than the metadata says",
-                    where=self._where(job),
-                    expected=f"{list(job.shard.sizes)} of {job.dtype}",
-                    actual=f"{list(payload.size)} of {payload.dtype}",
-                    cause="metadata and data of two saves mixed",
-                    fix="use another step",
-                )
-            )
+            expected = (job.shard.sizes, job.dtype)
+            raise item_differs(self._where(job), expected, (payload.size, payload.dtype))
 
     def _where(self, job: Job) -> str:
         return f"{self._folder.name.rstrip('/')}/{job.shard.file}: {job.key}"

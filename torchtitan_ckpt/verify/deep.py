@@ -16,13 +16,14 @@ from threading import Lock, local
 
 import xxhash
 
-from torchtitan_ckpt.errors import CheckpointError, DamagedError, Problem
+from torchtitan_ckpt.errors import CheckpointError, Problem
 from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS, FileDigest
 from torchtitan_ckpt.formats.dcp_layout import Layouts, crc_differs, tensor_of
 from torchtitan_ckpt.formats.dcp_objects import read_objects
 from torchtitan_ckpt.formats.dcp_plain import is_plain
+from torchtitan_ckpt.formats.dcp_problems import item_differs
 from torchtitan_ckpt.formats.folders import File, Folder, open_folder
 from torchtitan_ckpt.formats.torch_zip import Archive, Payload
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
@@ -231,17 +232,8 @@ class _Reader:
 
     def _check(self, item: Item, payload: Payload) -> None:
         if payload.dtype != item.dtype or payload.size != item.shape:
-            raise DamagedError(
-                Problem(
-                    code="dcp.item-differs",
-                    what="an item of another shape or dtype than the metadata says",
-                    where=self._where(item),
-                    expected=f"{list(item.shape)} of {item.dtype}",
-                    actual=f"{list(payload.size)} of {payload.dtype}",
-                    cause="metadata and data of two saves mixed",
-                    fix="use another step",
-                )
-            )
+            expected = (item.shape, item.dtype)
+            raise item_differs(self._where(item), expected, (payload.size, payload.dtype))
 
     def _differs(self, item: Item) -> Problem:
         return Problem(
