@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from conformance.ranks import RankPool
 from conformance.swap import SwapAdamW, speak
-from tests.specimens.optimizers import (
+from tests.specimens.odd_optimizers import (
     Factored,
     HalfMoments,
     LocalMoments,

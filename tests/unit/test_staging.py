@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.specimens.optimizers import bits, make_net, train
+from tests.specimens.odd_optimizers import bits, make_net, train
 from torchtitan_ckpt.errors import SaveError
 from torchtitan_ckpt.state.model import model_state_dict
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.specimens.optimizers import bits, manifest_of
+from tests.specimens.odd_optimizers import bits, manifest_of
 from torchtitan_ckpt.errors import MismatchError, SaveError
 from torchtitan_ckpt.state.objects import load_object_state, object_state_dict, object_template
 from torchtitan_ckpt.state.rng import RngState

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.specimens.optimizers import (
+from tests.specimens.odd_optimizers import (
     HalfMoments,
     Kitchen,
     LocalMoments,

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import lr_scheduler as lr
 from torch.optim.lr_scheduler import LRScheduler
 
-from tests.specimens.optimizers import bits, manifest_of
+from tests.specimens.odd_optimizers import bits, manifest_of
 from torchtitan_ckpt.errors import MismatchError, SaveError
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict
 from torchtitan_ckpt.state.optimizer_load import load_optimizer_state_dict

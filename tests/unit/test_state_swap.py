@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from conformance.swap import MappedAdamW, SwapAdamW, speak
-from tests.specimens.optimizers import (
+from tests.specimens.odd_optimizers import (
     Net,
     bits,
     load,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.specimens.optimizers import Net, bits, make_net, optimizer_bits
+from tests.specimens.odd_optimizers import Net, bits, make_net, optimizer_bits
 from torchtitan_ckpt.errors import MismatchError
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict
 from torchtitan_ckpt.state.optimizer_load import load_optimizer_state_dict
