@@ -66,6 +66,16 @@ def test_a_source_behind_a_url(tmp_path):
         go(MOE, "memory://convert/out")
 
 
+def test_a_target_as_a_file_url(tmp_path, capsys):
+    assert main(["convert", str(MOE), f"file://{tmp_path}/m.pt", "--no-sync"]) == 0
+    assert same_dict(torch.load(tmp_path / "m.pt", weights_only=True), native_of("moe"))
+
+
+def test_what_is_quantized_is_hugging_faces(tmp_path, capsys):
+    assert main(["convert", str(MOE), str(tmp_path / "q"), "--quantize", "fp8", "--no-sync"]) == 0
+    assert (tmp_path / "q" / "config.json").exists()
+
+
 def test_help_needs_no_torch():
     code = "import sys, torchtitan_ckpt.cli.convert; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -47,6 +47,9 @@ def test_expert_formats(tmp_path):
     assert same_dict(dcp_tensors(tmp_path / "gmm", tmp_path / "a.pt"), fused)
     go(tmp_path / "gmm", tmp_path / "std", save_expert_format="standard", config=str(MOE))
     assert same_dict(dcp_tensors(tmp_path / "std", tmp_path / "b.pt"), standard)
+    # Another generation has no fused experts: they are taken apart without being asked for.
+    go(tmp_path / "gmm", tmp_path / "titan", to_generation="titan", config=str(MOE))
+    assert same_dict(dcp_tensors(tmp_path / "titan", tmp_path / "c.pt"), native_of("moe"))
     go(tmp_path / "gmm", tmp_path / "hf", config=str(MOE), window=2**16)
     assert same_dict(hf_tensors(tmp_path / "hf"), hf_tensors(MOE))
     with pytest.raises(ConfigError, match="w1 and w3 apart"):

@@ -136,6 +136,7 @@ def test_everything_that_contradicts_comes_at_once(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=r"layers\.0\.w2") as caught:
         hf.read_manifest(root)
     assert "nearest in the file: layers.0.w" in str(caught.value)
+    assert "None" not in str(caught.value)  # nothing in the index is like `ids`
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

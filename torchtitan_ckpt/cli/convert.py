@@ -92,6 +92,7 @@ def run(args: Args) -> int:
     from torchtitan_ckpt.progress import bar
 
     values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(Options)}
+    values["dst"] = args.dst.removeprefix("file://")
     values["window"] = parse_bytes(args.window)
     values["exclude"] = tuple(name for name in args.exclude.split(",") if name)
     with _ranks() as main, bar(wanted=main and not args.dry_run) as shown:

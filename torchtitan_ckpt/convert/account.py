@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from torchtitan_ckpt.config import TRAINING_STATES
-from torchtitan_ckpt.errors import MismatchError, Problem, list_keys
+from torchtitan_ckpt.errors import ConfigError, MismatchError, Problem, list_keys, nearest
 from torchtitan_ckpt.manifest import Manifest, TensorEntry
 from torchtitan_ckpt.mapping.mapping import Mapping as KeyMapping
 from torchtitan_ckpt.mapping.plan import Plan
 from torchtitan_ckpt.mapping.rule import Rule, Tied
+from torchtitan_ckpt.state import rng
 
 
 def state_of(key: str) -> str:
@@ -22,16 +23,18 @@ def state_of(key: str) -> str:
 
 
 def kept_keys(manifest: Manifest, only: str | None, exclude: tuple[str, ...]) -> list[str]:
-    """The keys that `--only` and `--exclude` leave. Raises MismatchError for absent states."""
+    """The keys that `--only` and `--exclude` leave. Raises ConfigError for absent states."""
     present = {state_of(key) for key in manifest.keys}
     unknown = [name for name in exclude if name not in present]
     if unknown:
-        raise MismatchError(
+        near = nearest(unknown[0], present)
+        raise ConfigError(
             Problem(
                 code="convert.exclude",
                 what=f"nothing of {', '.join(unknown)} is in the checkpoint",
                 where=manifest.path,
                 expected=f"some of {', '.join(sorted(present))}",
+                actual=f"nearest: {near}" if near else "",
                 fix="correct --exclude",
             )
         )
@@ -108,7 +111,8 @@ def flat_objects(values: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
+        apart = isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value)
+        if apart and not rng.is_value(key):
             for name, part in value.items():
                 add(f"{key}.{name}", part)
         elif value is not None:

@@ -144,12 +144,15 @@ def check(options: Options, source: str, target: Format) -> None:
 def target_format(options: Options, source: str) -> Format:
     """The format to write: as asked, by the name of DST, else the one that the source is not.
 
-    A DCP stays one where an option concerns native names or states.
+    A DCP stays one where an option concerns native names or states; only Hugging Face files are
+    written quantized.
     """
     if options.to is not None:
         return options.to
     if options.dst.endswith((".pt", ".pth", ".bin")):
         return "pt"
+    if options.quantize:
+        return "hf"
     native = options.to_generation or options.exclude or options.average
     if source == "dcp":
         return "dcp" if native or options.save_expert_format else "hf"

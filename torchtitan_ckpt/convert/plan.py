@@ -246,12 +246,10 @@ class _Decider:
         self, model: names.Model, native: names.Native, tensors: dict[str, TensorEntry]
     ) -> list[Plain]:
         options = self.options
-        target = names.named(
-            model,
-            options,
-            options.to_generation or native.adapter.generation,
-            options.save_expert_format or native.experts,
-        )
+        generation = options.to_generation or native.adapter.generation
+        stays = generation == native.adapter.generation
+        experts = options.save_expert_format or (native.experts if stays else "standard")
+        target = names.named(model, options, generation, experts)
         if target.adapter.mapping.name == native.adapter.mapping.name and (
             options.repair_w13_degree == 1
         ):

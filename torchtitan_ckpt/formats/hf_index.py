@@ -371,15 +371,18 @@ def _missing_keys(
 def _unlisted_keys(
     root: Path, unlisted: Mapping[str, list[str]], weight_map: Mapping[str, str]
 ) -> list[Problem]:
-    return [
-        Problem(
-            code="hf.file-key",
-            what=f"the file holds {len(keys)} tensors that the index does not know",
-            where=str(root / name),
-            actual=list_keys(keys),
-            cause="the index is of another save than the file; nearest in the index: "
-            f"{nearest(keys[0], weight_map)}",
-            fix="copy index and files from one save; or export again",
+    problems = []
+    for name, keys in unlisted.items():
+        close = nearest(keys[0], weight_map)
+        problems.append(
+            Problem(
+                code="hf.file-key",
+                what=f"the file holds {len(keys)} tensors that the index does not know",
+                where=str(root / name),
+                actual=list_keys(keys),
+                cause="the index is of another save than the file"
+                + (f"; nearest in the index: {close}" if close else ""),
+                fix="copy index and files from one save; or export again",
+            )
         )
-        for name, keys in unlisted.items()
-    ]
+    return problems

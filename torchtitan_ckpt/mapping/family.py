@@ -161,7 +161,7 @@ class Family:
                     code="mapping.expert-format",
                     what=f"no expert format {experts!r} in generation {generation!r}",
                     expected="standard, or with generation npu also gmm",
-                    fix="w13 exists in torchtitan-npu only; use experts='standard'",
+                    fix="w13 is torchtitan-npu's: take generation npu, or standard experts",
                 )
             )
         if problems:

@@ -26,6 +26,11 @@ def is_key(key: str) -> bool:
     return key.startswith(PREFIX)
 
 
+def is_value(key: str) -> bool:
+    """Whether `key` holds a rank's generators, which are one value and never taken apart."""
+    return is_key(key) and key.endswith(".state")
+
+
 class RngState:
     """This rank's generators; `generators` are further torch generators by name.
 
