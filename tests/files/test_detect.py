@@ -91,7 +91,21 @@ def test_every_kind_without_a_format_has_an_error_in_words(tmp_path):
         problem = error.problems[0]
         assert problem.code == f"detect.{kind}"
         assert problem.fix
-        assert problem.actual == "dcp: because"
+        assert problem.actual == "because"
+
+
+def test_the_error_names_what_was_meant(tmp_path):
+    steps = make(tmp_path, "step-9/", "step-10/", "step-11", "seed/")
+    problem = detect(steps).error().problems[0]
+    assert (problem.code, problem.actual[:4]) == ("detect.steps", "dcp:")
+    assert problem.fix.endswith(f"the newest in it is {steps}/step-10")
+    problem = detect(tmp_path).error().problems[0]  # the dump folder of a job
+    assert problem.code == "detect.foreign"
+    assert problem.fix.endswith(f"the newest in it is {steps}/step-10")
+    problem = detect(steps / "step-12").error().problems[0]
+    assert (problem.code, problem.actual) == ("detect.missing", "nothing is there")
+    assert problem.fix.endswith(("step-10", "step-11"))
+    assert detect(steps / "seed").error().problems[0].code == "detect.empty"
 
 
 def test_torch_checkpointing_as_its_package_writes_it(tmp_path):

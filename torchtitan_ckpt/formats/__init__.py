@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from torchtitan_ckpt.errors import InputError, NotFoundError, Problem, RefusedError
+from torchtitan_ckpt.errors import InputError, NotFoundError, Problem, RefusedError, nearest
 from torchtitan_ckpt.manifest import Manifest
 
 __all__ = ["FORMATS", "Detection", "detect", "read_manifest"]
@@ -21,6 +22,7 @@ FORMATS = ("dcp", "hf", "torch")
 _INDEX = ".safetensors.index.json"
 _RANK_LOCAL = re.compile(r"__[0-9]+(_[0-9]+)?\.metadata")
 _STEP = re.compile(r"step-[0-9]+")
+_GLANCES = 64  # folders that are looked into for steps
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -31,23 +33,26 @@ class Detection:
     Kinds: `folder` (dcp), `single`, `indexed` or `sharded` (hf), `file` (torch). Without a format:
     `missing`, `unreadable`, `empty`, `unfinished`, `rank-local`, `steps` (a folder of step
     folders), `torch-checkpointing`, `adapter` (LoRA/PEFT), `foreign`. `refused` says of each other
-    format why it was not it.
+    format why it was not it; `hint` is a better next step than its kind's.
     """
 
     path: str
     format: str | None
     kind: str
     refused: Mapping[str, str] = field(default_factory=dict)
+    hint: str = ""
 
     def error(self) -> InputError:
         """The error for a path that was expected to be a checkpoint."""
         code, what, fix = _WORDS.get(self.kind, _WORDS["foreign"])
+        reasons = self.refused if len(set(self.refused.values())) > 1 else {}
         problem = Problem(
             code=f"detect.{code}",
             what=what,
             where=self.path,
-            actual="; ".join(f"{name}: {why}" for name, why in self.refused.items()),
-            fix=fix,
+            actual="; ".join(f"{name}: {why}" for name, why in reasons.items())
+            or next(iter(self.refused.values()), ""),
+            fix=self.hint or fix,
         )
         kind = NotFoundError if self.kind in ("missing", "empty", "unfinished") else RefusedError
         return kind(problem)
@@ -91,7 +96,8 @@ def detect(path: str | os.PathLike[str]) -> Detection:
     local = Path(text.removeprefix("file://"))
     try:
         if not local.exists():
-            return Detection(text, None, "missing", dict.fromkeys(FORMATS, "nothing is there"))
+            refused = dict.fromkeys(FORMATS, "nothing is there")
+            return Detection(text, None, "missing", refused, _sibling(local))
         if local.is_file():
             return _file(local)
         if not local.is_dir():
@@ -100,7 +106,7 @@ def detect(path: str | os.PathLike[str]) -> Detection:
             found = {e.name: e.is_dir() for e in entries}
     except OSError as error:
         return _nothing(text, "unreadable", error.strerror or str(error))
-    return _folder(text, found)
+    return _folder(text, found, local)
 
 
 def read_manifest(path: str | os.PathLike[str], *, trust: bool = False) -> Manifest:
@@ -160,7 +166,7 @@ def _file(path: Path) -> Detection:
     return Detection(text, None, "unfinished" if unfinished else "foreign", refused)
 
 
-def _folder(path: str, found: Mapping[str, bool]) -> Detection:
+def _folder(path: str, found: Mapping[str, bool], local: Path | None = None) -> Detection:
     files = [name for name, is_dir in found.items() if not is_dir]
     index = [n for n in files if n.endswith(_INDEX)]
     tensors = [n for n in files if n.endswith(".safetensors")]
@@ -193,9 +199,44 @@ def _folder(path: str, found: Mapping[str, bool]) -> Detection:
     if "metadata.pkl" in files:
         refused["dcp"] = "it has metadata.pkl of torch_checkpointing instead of .metadata"
         return Detection(path, None, "torch-checkpointing", refused)
-    if any(_STEP.fullmatch(n) and is_dir for n, is_dir in found.items()):
-        return Detection(path, None, "steps", refused)
+    folders = [name for name, is_dir in found.items() if is_dir]
+    newest = _newest(folders)
+    if newest:
+        return Detection(path, None, "steps", refused, _named(f"{path.rstrip('/')}/{newest}"))
     archives = [n for n in files if n.endswith(_TORCH_SUFFIXES)]
     if archives:
         refused["torch"] = f"a folder; name the file itself, such as {sorted(archives)[0]}"
-    return Detection(path, None, "foreign", refused)
+    below = "" if local is None else _newest_below(local, path, folders)
+    return Detection(path, None, "foreign", refused, below and _named(below))
+
+
+def _named(step: str) -> str:
+    return f"name a step folder; the newest in it is {step}"
+
+
+def _sibling(path: Path) -> str:
+    """What there is of nearly this name, for a path that is not there."""
+    try:
+        with os.scandir(path.parent) as entries:
+            near = nearest(path.name, (e.name for e in islice(entries, 10_000)))
+    except OSError:
+        return ""
+    return f"check the path; of a like name there is {near}" if near else ""
+
+
+def _newest(folders: Iterable[str]) -> str:
+    steps = [name for name in folders if _STEP.fullmatch(name)]
+    return max(steps, key=lambda name: int(name.partition("-")[2]), default="")
+
+
+def _newest_below(root: Path, path: str, folders: Iterable[str]) -> str:
+    """The newest step one floor further down, as in the dump folder of a job."""
+    for name in sorted(folders)[:_GLANCES]:
+        try:
+            with os.scandir(root / name) as entries:
+                newest = _newest(e.name for e in islice(entries, 10_000) if e.is_dir())
+        except OSError:
+            continue
+        if newest:
+            return f"{path.rstrip('/')}/{name}/{newest}"
+    return ""
