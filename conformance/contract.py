@@ -121,6 +121,7 @@ CONTRACT: tuple[Check, ...] = (
         4,
         "Another implementation computes the same logits.",
         ("adapter", "native", "forward"),
+        after=("keys.total",),
     ),
     _manager(
         "reshard.full",

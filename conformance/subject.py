@@ -73,7 +73,9 @@ class Subject:
     reference   an independent conversion to compare values with, or None
     codec       what writes and reads files; None is this project's own and torch's
     to_hf       `call(adapter, state_dict)`, for adapters that want more arguments; likewise from_hf
-    forward     `(native state dict, file state dict) -> (logits, logits, name of the other)`
+    forward     `(lab) -> (logits, logits, name of the other)`: two models, this one with native
+                weights, the other with what the adapter under test writes of them
+                (`lab.convert("to_hf", state)`); logits are (batch, length, vocabulary)
     manager     a class with torchtitan's interface at the top of a module, for the chapters about
                 saving and resuming: see `conformance.managed.Manager`
     job         a folder of Hugging Face files that real training jobs start from

@@ -41,7 +41,8 @@ _MLA: dict[str, Any] = {
 _INDEXER = {"index_n_heads": 4, "index_head_dim": 13, "index_topk": 4}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama3": {**_DENSE, "model_type": "llama"},
+    # transformers' Llama asks for a hidden size that is a multiple of the heads.
+    "llama3": {**_DENSE, "model_type": "llama", "num_attention_heads": 4},
     "qwen3": {**_DENSE, "model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": {
         **_DENSE,

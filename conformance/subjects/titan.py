@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conformance.subject import Capabilities, Subject
@@ -68,7 +68,27 @@ def of_spec(name: str, spec: Any) -> Subject:
         hf=None,
         reference=families.reference_for_titan(config),
         capabilities=_capabilities(spec.name, config, leaves),
+        forward=_forward(config),
     )
+
+
+def _forward(config: Any) -> Callable[[Any], Any]:
+    """torchtitan's own model against transformers', with the same numbers in both."""
+    from conformance.lab import NotApplicable
+    from conformance.subjects import forward, forward_titan
+    from torchtitan_ckpt.families.model_config import from_titan
+
+    try:
+        sizes = from_titan(config)
+    except ConfigError as error:
+        why = f"{error.problems[0].what}, so none of transformers' models is known to be the same"
+
+        def refuse(_: Any) -> Any:
+            raise NotApplicable(why)
+
+        return refuse
+    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    return forward.pair_of(sizes, functools.partial(forward_titan.run, config))
 
 
 def _native(config: Any) -> Mapping[str, Leaf]:

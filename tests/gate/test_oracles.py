@@ -99,10 +99,50 @@ def test_a_forward_pass_sees_norms_swapped_both_ways() -> None:
 
 
 @pytest.mark.needs_hf
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.needs_titan
+@pytest.mark.parametrize("name", sorted(set(names()) - {"deepseek_v4"}))
 def test_the_right_table_computes_what_transformers_computes(name: str) -> None:
     pytest.importorskip("transformers", reason="wants the extra 'hf'")
-    assert check(name, checks=["forward.logits"]).counts["pass"] == 1
+    pytest.importorskip("triton", reason="wants the extra 'titan'")
+    report = check(name, checks=["forward.logits"])
+    assert report.cells[0].verdict == "pass", report.text()
+
+
+@pytest.mark.needs_hf
+@pytest.mark.needs_titan
+@pytest.mark.parametrize(
+    "model", ["llama3/debugmodel", "qwen3/debugmodel", "deepseek_v3/debugmodel?mtp=1"]
+)
+def test_torchtitans_adapters_compute_what_transformers_computes(model: str) -> None:
+    pytest.importorskip("transformers", reason="wants the extra 'hf'")
+    pytest.importorskip("triton", reason="wants the extra 'titan'")
+    report = check(f"titan:{model}", checks=["forward.logits"])
+    assert report.cells[0].verdict == "pass", report.text()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek_v4", "neither torchtitan nor the reference job has a model of deepseek_v4"),
+        ("published:Qwen3-0.6B", "752M elements; models run with up to 48M"),
+    ],
+)
+def test_a_forward_pass_that_cannot_run_says_why(name: str, reason: str) -> None:
+    report = check(name, checks=["forward.logits"])
+    assert (report.cells[0].verdict, report.cells[0].reason) == ("n/a", reason)
+
+
+def test_without_the_other_libraries_a_forward_pass_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from conformance.subjects import forward, forward_titan
+
+    for module, lacks, reason in (
+        (forward_titan, "triton", "triton not installed"),
+        (forward, "transformers", "transformers not installed"),
+    ):
+        monkeypatch.setattr(module, "find_spec", lambda name, lacks=lacks: name != lacks or None)
+        assert check("llama3", checks=["forward.logits"]).cells[0].reason == reason
 
 
 QUICK = ("Qwen3-0.6B", "gpt-oss-20b")

@@ -210,8 +210,8 @@ class ReversesRows(Right):
 
 
 def _other_logits(lab: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
-    ours = torch.linspace(-1, 1, 20)
-    return ours, ours.flip(0), "another implementation"
+    ours = torch.linspace(-1, 1, 20).reshape(1, 4, 5)
+    return ours, ours.flip(2), "another implementation"
 
 
 SPECIMENS: tuple[Specimen, ...] = (
