@@ -167,7 +167,8 @@ class CheckpointManager:
                 self._stager.close()
             if self._purger is not None:
                 self._purger.close()
-            if self._owns_folder:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
                 owner.release(Path(self.folder))
 
     def _should_save(self, step: int, last_step: bool) -> bool:
@@ -328,6 +329,7 @@ class CheckpointManager:
         with self._ranks.together("claiming the output folder"):
             if self._owns_folder:
                 saving.claim(Path(self.folder))
+        self._heartbeat = owner.Heartbeat(Path(self.folder)) if self._owns_folder else None
 
     def _make_stager(self) -> Stager:
         """Pinned staging runs beside the training; plain staging is complete when it returns."""

@@ -2,7 +2,8 @@
 
 The record says host, pid, start time of the process and when it last showed a sign of life. It is
 advice, never a lock: a dead owner blocks nobody, and a live one does not either, because every
-step is published in one move and two writers cannot mix their files.
+step is published in one move and two writers cannot mix their files. A `Heartbeat` keeps the sign
+of life fresh between saves, however far apart they are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +65,35 @@ def release(folder: Path) -> None:
     if found is None or is_me(found):
         with contextlib.suppress(OSError):
             (folder / NAME).unlink(missing_ok=True)
+
+
+class Heartbeat:
+    """A thread that signs this process's record anew until it is closed, so that another host does
+    not take a job for dead between two saves.
+
+    A record of another process is left alone: the next save says that there is one. It takes away
+    its own when it ends, and ours is put back. What fails is tried again: a record that cannot be
+    written must not disturb the training.
+    """
+
+    def __init__(self, folder: Path, every: float = FRESH / 4) -> None:
+        self._folder = folder
+        self._every = every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ckpt-owner", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; nothing is written afterwards."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            found = read(self._folder)
+            if found is None or is_me(found):
+                with contextlib.suppress(OSError):
+                    write(self._folder)
 
 
 def is_me(owner: Owner | None) -> bool:

@@ -551,8 +551,12 @@ def test_remote_folders_work_for_dcp(tmp_path):
         assert same_state(job, resumed) == []
 
 
-def test_the_owner_record_goes_with_the_job(tmp_path):
-    with Job(tmp_path):
+def test_the_owner_record_and_its_heartbeat_go_with_the_job(tmp_path):
+    with Job(tmp_path) as job:
         record = json.loads((tmp_path / "checkpoint" / ".owner.json").read_text())
         assert record["pid"] == os.getpid()
+        heart = job.manager._heartbeat._thread
+        assert heart.is_alive()
+        assert heart.daemon, "a job that never closes must still end"
+    assert not heart.is_alive()
     assert not (tmp_path / "checkpoint" / ".owner.json").exists()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -300,6 +301,34 @@ def test_an_owner_on_another_host_lives_by_its_heartbeat():
     now = time.time()
     assert owner.is_alive(owner.Owner("elsewhere", 1, 0, now))
     assert not owner.is_alive(owner.Owner("elsewhere", 1, 0, now - 2 * owner.FRESH))
+
+
+@pytest.mark.parametrize("record", [{"heartbeat": 1.0}, None], ids=["stale", "taken-away"])
+def test_a_heartbeat_keeps_a_silent_owner_alive_until_it_is_closed(tmp_path, record):
+    if record is not None:
+        (tmp_path / owner.NAME).write_text(json.dumps(asdict(owner.myself()) | record))
+    heart = owner.Heartbeat(tmp_path, every=0.005)
+    deadline = time.monotonic() + 20
+    while (found := owner.read(tmp_path)) is None or found.heartbeat == 1.0:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert owner.is_me(found)
+    heart.close()
+    owner.release(tmp_path)
+    time.sleep(0.03)
+    assert os.listdir(tmp_path) == [], "a closed heart beats no more"
+
+
+def test_a_heartbeat_leaves_another_owner_alone_and_survives_a_lost_folder(tmp_path):
+    text = json.dumps(asdict(owner.myself()) | {"host": "elsewhere"})
+    (tmp_path / owner.NAME).write_text(text)
+    hearts = [owner.Heartbeat(path, every=0.005) for path in (tmp_path, tmp_path / "absent")]
+    time.sleep(0.05)
+    assert all(heart._thread.is_alive() for heart in hearts)
+    for heart in hearts:
+        heart.close()
+    assert (tmp_path / owner.NAME).read_text() == text
+    assert os.listdir(tmp_path) == [owner.NAME]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}'])
