@@ -167,6 +167,19 @@ def test_keys_of_one_side_are_grouped(tmp_path, capsys):
     assert "only in b: layers.{1,10,11}.w (3)" in main_text(capsys, b, a)
 
 
+def test_a_state_that_one_side_lacks_is_said_once(tmp_path, capsys):
+    state = {"w": torch.ones(3), "optimizer.state.w.exp_avg": torch.ones(3)}
+    state |= {f"optimizer.param_groups.{n}.lr": 0.1 for n in "abc"} | {"train_state.step": 3}
+    a = torch_save(state, tmp_path / "a")
+    b = torch_save({"w": state["w"], "train_state.step": 3}, tmp_path / "b")
+    text = main_text(capsys, a, b)
+    assert "only in a: all of optimizer (4)" in text
+    assert "param_groups" not in text
+    # Where both have some of a state, the keys are told.
+    c = torch_save({"w": state["w"], "optimizer.param_groups.a.lr": 0.1}, tmp_path / "c")
+    assert "only in a: optimizer.state.w.exp_avg" in main_text(capsys, a, c)
+
+
 def test_shapes_differ(tmp_path, capsys):
     grown = torch.randn(9, 4)
     a, b = pair(tmp_path, {"w": grown[:7].clone()}, {"w": grown})
@@ -431,6 +444,18 @@ def test_quantized_files_are_compared_by_value_with_plain_ones(tmp_path, capsys)
     b = hf(tmp_path / "b", {"x.weight": plain})
     assert run(capsys, a, b)[0] == 0
     assert counts(run(capsys, a, a)[1]) == {"equal": 2}
+
+
+def test_codes_without_a_scale_are_compared_as_they_are(tmp_path, capsys):
+    """No value can be made of them, which is no reason not to compare; the keys differ besides."""
+    codes = torch.randn(20, 30).to(torch.float8_e4m3fn)
+    other = codes.clone()
+    other.view(torch.int8)[3, 4] += 3
+    a, b = pair(tmp_path, {"x.weight": codes, "y": torch.ones(2)}, {"x.weight": other})
+    code, report = run(capsys, a, b)
+    assert (code, counts(report), report["only_a"]) == (1, {"close": 1}, ["y"])
+    assert group(report, "close")["max_ulps"] == 3
+    assert "compared by their codes" in report["notes"][0]
 
 
 # Places and refusals

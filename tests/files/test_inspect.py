@@ -121,7 +121,9 @@ def test_the_first_bad_value_is_placed_beyond_the_first_window(tmp_path, capsys,
     save_file({"w": values}, tmp_path / "model.safetensors")
     out = json.loads(said(capsys, "inspect", tmp_path, "--tensor", "w", "--json"))
     assert (out["first_bad"], out["inf"]) == ([41, 3], 2)
-    assert "the first NaN or Inf at [41, 3]" in said(capsys, "inspect", tmp_path, "--tensor", "w")
+    text = said(capsys, "inspect", tmp_path, "--tensor", "w")
+    assert "the first NaN or Inf at [41, 3]" in text
+    assert "max 1 of finite elements" in text
 
 
 def test_the_guess_does_not_depend_on_the_order_of_the_families(monkeypatch):
@@ -187,6 +189,32 @@ def test_inspect_reads_no_data(tmp_path, monkeypatch):
     monkeypatch.setattr(local._LocalFile, "read_into", counted)
     assert inspect(str(tmp_path / "s")).tensors == 11
     assert 0 < sum(read) < 100_000
+
+
+def bytes_read(work):
+    """What this process asked the kernel for while `work` ran, by whatever call."""
+
+    def count():
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+    work()  # modules that are read on first use
+    start = count()
+    work()
+    return count() - start
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel counts, on Linux")
+@pytest.mark.parametrize("form", ["dcp", "hf", "pt"])
+def test_the_kernel_sees_no_byte_read_that_is_not_shown(tmp_path, capsys, form):
+    state = {f"layers.{i}.w": torch.full((500, 701), i + 0.5) for i in range(11)}
+    path = tmp_path / {"dcp": "s", "hf": "m.safetensors", "pt": "m.pt"}[form]
+    {"dcp": torch_save, "hf": save_file, "pt": torch.save}[form](state, path)
+    assert bytes_read(lambda: said(capsys, "inspect", path, "--json")) < 100_000
+    words = ("inspect", path, "--tensor", "layers.7.w", "--json")
+    wanted = state["layers.7.w"].nbytes
+    assert wanted < bytes_read(lambda: said(capsys, *words)) < wanted + 100_000
+    assert json.loads(said(capsys, *words))["mean"] == 7.5
 
 
 def test_what_is_no_checkpoint_exits_3_with_the_reasons(tmp_path, capsys):

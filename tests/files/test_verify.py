@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -102,7 +104,7 @@ def test_all_that_is_wrong_with_a_dcp_is_said_at_once(tmp_path, capsys):
     found = codes(report)
     assert found[:2] == ["dcp.beyond-file", "dcp.stray-file"]
     assert {"verify.missing", "verify.unknown", "verify.not-finite"} <= set(found)
-    assert report["skipped"] == ["values and checksums of what is not whole: half"]
+    assert report["skipped"] == ["values and checksums of what cannot be read: half"]
     assert report["deep"]["tensors"] == report["tensors"] - 2  # half, and one without elements
 
 
@@ -118,6 +120,27 @@ def test_a_missing_file_hides_nothing_of_the_others(tmp_path, capsys):
     code, report = run(capsys, folder, "--deep")
     assert code == 1
     assert codes(report) == ["dcp.beyond-file", "dcp.file-missing", "checksum.differs"]
+    assert "rows" in report["skipped"][0]
+
+
+def test_damage_beside_a_missing_shard_is_found(tmp_path, capsys):
+    """Of a tensor whose other shards are gone, the one that is there is read all the same."""
+    folder = tmp_path / "s"
+    shutil.copytree(GOLDEN / "torch-2.13-4ranks", folder)
+    (folder / "__3_0.distcp").unlink()
+    shards = read_manifest(GOLDEN / "torch-2.13-4ranks").tensors["rows"].shards
+    assert len(shards) > 1
+    shard = next(s for s in shards if s.file != "__3_0.distcp")
+    data = bytearray((folder / shard.file).read_bytes())
+    item = bytes(data[shard.byte_offset :][: shard.byte_length])
+    with zipfile.ZipFile(io.BytesIO(item)) as archive:
+        payload = next(archive.read(n) for n in archive.namelist() if n.endswith("/data/0"))
+    data[shard.byte_offset + item.index(payload)] ^= 1
+    (folder / shard.file).write_bytes(data)
+    code, report = run(capsys, folder, "--deep")
+    assert code == 1
+    assert codes(report) == ["dcp.file-missing", "checksum.differs"]
+    assert "rows" in report["problems"][1]["where"]
     assert "rows" in report["skipped"][0]
 
 
@@ -163,7 +186,7 @@ def test_missing_unknown_and_misshapen_tensors_are_grouped(tmp_path, capsys):
         tensors |= load_file(file)
     for layer in range(3):
         del tensors[f"model.layers.{layer}.self_attn.q_norm.weight"]
-    tensors["model.layers.1.self_attn.q_norms.weight"] = torch.ones(12)
+    tensors["model.layers.1.self_attn.q_norms.weight"] = torch.ones(20)
     tensors["model.norm.weight"] = torch.ones(57)
     save_file(tensors, tmp_path / "model.safetensors")
     code, report = run(capsys, tmp_path, "--against", QWEN3 / "dense-untied")
@@ -178,6 +201,15 @@ def test_missing_unknown_and_misshapen_tensors_are_grouped(tmp_path, capsys):
     assert codes(run(capsys, tmp_path, "--against", "qwen3", "--config", config)[1]) == codes(
         report
     )
+
+
+def test_a_smaller_model_is_not_called_renamed(tmp_path, capsys):
+    """What looks like a missing tensor has its shape and stands in its layer, or is another."""
+    code, report = run(capsys, QWEN3 / "moe", "--against", "Qwen3-0.6B")
+    assert code == 1
+    missing, unknown, _ = report["problems"]
+    assert "incomplete" in missing["cause"]
+    assert missing["actual"] == unknown["actual"] == ""
 
 
 def test_an_index_says_which_keys_there_must_be(tmp_path, capsys):

@@ -108,8 +108,8 @@ def text(found: Difference) -> str:
         for group in found.groups:
             if group.verdict == verdict:
                 rows += _group(group)
-    rows += _only("only in a", found.only_a)
-    rows += _only("only in b", found.only_b)
+    rows += _only("only in a", found.only_a, found)
+    rows += _only("only in b", found.only_b, found)
     rows += [f"left out: {line}" for line in found.left_out]
     rows += [f"note: {line}" for line in found.notes]
     names = {"dtype": "in dtype only", "shape": "in shape", "close": "close"}
@@ -152,11 +152,25 @@ def _group(group: Group) -> list[str]:
     return rows
 
 
-def _only(label: str, keys: list[str]) -> list[str]:
+def _only(label: str, keys: list[str], found: Difference) -> list[str]:
+    """Keys of one side in groups; a training state that the other side lacks altogether is one."""
+    from torchtitan_ckpt.config import TRAINING_STATES
     from torchtitan_ckpt.errors import group_keys
 
-    groups = group_keys(keys)
-    rows = [f"{label}: {name}" + (f" ({n})" if n > 1 else "") for name, n in groups[:20]]
+    both = {group.name.partition(".")[0] for group in found.groups}
+    sides = [{key.partition(".")[0] for key in side} for side in (found.only_a, found.only_b)]
+    lacked = (set(TRAINING_STATES) & (sides[0] ^ sides[1])) - both
+    states: dict[str, int] = {}
+    rest = []
+    for key in keys:
+        head = key.partition(".")[0]
+        if head in lacked:
+            states[head] = states.get(head, 0) + 1
+        else:
+            rest.append(key)
+    rows = [f"{label}: all of {name} ({n})" for name, n in states.items()]
+    groups = group_keys(rest)
+    rows += [f"{label}: {name}" + (f" ({n})" if n > 1 else "") for name, n in groups[:20]]
     return rows + ([f"{label}: … and {len(groups) - 20} more groups"] if len(groups) > 20 else [])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json as json_module
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -175,7 +176,7 @@ def _file_rows(found: Inspection, every: bool) -> list[str]:
         sizes = sorted(file.data_bytes for file in data)
         rows.append(
             f"  split        {len(data)} files of {size_text(sizes[0])} to {size_text(sizes[-1])} "
-            f"of data, median {size_text(sizes[len(sizes) // 2])}"
+            f"of data, median {size_text(int(median(sizes)))}"
         )
     shown = found.files if every or len(found.files) <= 16 else found.files[:16]
     for file in shown:
@@ -317,7 +318,8 @@ def _look_text(look: TensorLook) -> str:
     rows += [f"  shard      {shard}" for shard in look.shards[:16]]
     if len(look.shards) > 16:
         rows.append(f"  shards     … and {len(look.shards) - 16} more")
-    rows.append(f"  values     min {stats.smallest:g}, max {stats.largest:g}")
+    finite = " of finite elements" if values.nans or values.infs else ""
+    rows.append(f"  values     min {stats.smallest:g}, max {stats.largest:g}{finite}")
     rows.append(f"             mean {stats.mean:g}, std {stats.std:g}")
     rows.append(
         f"  counts     {stats.zeros} zeros, {stats.denormals} denormals, {values.nans} NaN, "

@@ -16,8 +16,11 @@ from torchtitan_ckpt.diff.options import Options, check
 from torchtitan_ckpt.diff.pairs import Side, align
 from torchtitan_ckpt.diff.report import Difference, Group, One, grouped
 from torchtitan_ckpt.diff.run import Run
+from torchtitan_ckpt.errors import InputError
 from torchtitan_ckpt.formats.collector import collector_paused
+from torchtitan_ckpt.formats.quantized import detect as detect_quantized
 from torchtitan_ckpt.formats.quantized import is_quantized
+from torchtitan_ckpt.manifest import Manifest
 
 __all__ = ["Difference", "Group", "Options", "diff"]
 
@@ -30,7 +33,7 @@ def diff(options: Options, progress: Callable[[int, int], None] | None = None) -
     check(options)
     with ExitStack() as stack:
         with collector_paused():
-            a, b = _open(options, stack)
+            a, b, notes = _open(options, stack)
             sides = [
                 Side(path, source.manifest.format, source, _keys(source.manifest.tensors, options))
                 for path, source in ((options.a, a), (options.b, b))
@@ -48,7 +51,7 @@ def diff(options: Options, progress: Callable[[int, int], None] | None = None) -
         out.only_a, out.only_b = found.only_left, found.only_right
         if found.swapped:
             out.only_a, out.only_b = out.only_b, out.only_a
-        out.left_out, out.notes = found.left_out, found.notes
+        out.left_out, out.notes = found.left_out, notes + found.notes
         if found.objects:
             keys = [_keys(side.source.manifest.objects, options) for side in sides]
             objects, only_a, only_b = compare_objects(a, b, *keys)
@@ -60,24 +63,35 @@ def diff(options: Options, progress: Callable[[int, int], None] | None = None) -
         return out
 
 
-def _open(options: Options, stack: ExitStack) -> list[Source]:
-    """Both sides. Codes and scales of quantized files are compared as they are where both sides
-    have them by the same keys, else by the values that they stand for."""
+def _open(options: Options, stack: ExitStack) -> tuple[Source, Source, list[str]]:
+    """Both sides, and notes. Codes and scales of quantized files are compared as they are where
+    both sides have them by the same keys, else by the values that they stand for."""
 
     def opened(path: str, dequantize: bool) -> Source:
         source = open_source(path, dequantize=dequantize, raw=True, trust=options.trust)
         stack.callback(source.close)
         return source
 
+    notes: list[str] = []
     sides = [opened(path, False) for path in (options.a, options.b)]
     manifests = [side.manifest for side in sides]
-    if all(
-        set(mine.tensors) <= set(other.tensors)
-        for mine, other in zip(manifests, reversed(manifests), strict=True)
-        if mine.format == "hf" and is_quantized(mine)
-    ):
-        return sides
-    return [opened(path, True) for path in (options.a, options.b)]
+    codes = [_codes(manifest, notes) for manifest in manifests]
+    if codes[0] <= manifests[1].tensors.keys() and codes[1] <= manifests[0].tensors.keys():
+        return sides[0], sides[1], notes
+    return opened(options.a, bool(codes[0])), opened(options.b, bool(codes[1])), notes
+
+
+def _codes(manifest: Manifest, notes: list[str]) -> set[str]:
+    """Keys of the codes and scales that stand for values; none where no values can be made."""
+    if manifest.format != "hf" or not is_quantized(manifest):
+        return set()
+    try:
+        found = detect_quantized(manifest).values()
+    except InputError as error:
+        why = error.problems[0].what
+        notes.append(f"{manifest.path}: quantized tensors are compared by their codes: {why}")
+        return set()
+    return {part.key for item in found for part in (item.weight, item.scale)}
 
 
 def _keys(keys: Iterable[str], options: Options) -> tuple[str, ...]:

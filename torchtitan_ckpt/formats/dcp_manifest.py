@@ -7,6 +7,7 @@ are left out and named in `info["none_keys"]`, one a line.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -35,8 +36,8 @@ METADATA = ".metadata"
 @dataclass(frozen=True, slots=True)
 class Survey:
     """What a folder holds. `manifest` is all that `.metadata` describes, `sound` the part of it
-    that can be read, `named` every file that it names. `refused` says that the problems are names
-    that must not be opened, and nothing else.
+    that can be read (of a tensor, the shards that can), `named` every file that it names. `refused`
+    says that the problems are names that must not be opened, and nothing else.
     """
 
     manifest: Manifest
@@ -129,7 +130,8 @@ class _Builder:
         self._place_safetensors()
         named = frozenset(self.ranges).union(item["relative_path"] for item in stored.values())
         self._check_ranges()
-        tensors = {k: e for k, e in self.tensors.items() if self._is_sound(k, e.shards)}
+        readable = {key: self._readable(entry) for key, entry in self.tensors.items()}
+        tensors = {key: entry for key, entry in readable.items() if entry is not None}
         objects = {k: e for k, e in self.objects.items() if self._is_sound(k, (e,))}
         none_keys = pickled_nones(self.folder, objects.values())
         for key in none_keys:
@@ -152,6 +154,22 @@ class _Builder:
 
     def _is_sound(self, key: str, places: Iterable[Shard | ObjectEntry]) -> bool:
         return key not in self.faults.keys and all(p.file not in self.unsafe for p in places)
+
+    def _readable(self, entry: TensorEntry) -> TensorEntry | None:
+        """A tensor with the shards that can be read: what is wrong with one hides no other."""
+        if self._is_sound(entry.key, entry.shards):
+            return entry
+        if SERIALIZATION in self.info:  # a shard that was not found in its part has no place
+            return None
+        shards = tuple(
+            shard
+            for shard in entry.shards
+            if shard.file not in self.unsafe
+            and shard.byte_offset >= 0
+            and shard.byte_length >= math.prod(shard.sizes) * ITEM_SIZE[entry.dtype]
+            and shard.byte_offset + shard.byte_length <= self.sizes.get(shard.file, 0)
+        )
+        return replace(entry, shards=shards) if shards else None
 
     # From the metadata
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def compare(manifest: Manifest, against: str, *, config: str | None = None) -> C
         else:
             unknown.append(key)
     both = [k for k in wanted.tensors if k in tensors]
-    problems = _differences(manifest, wanted, missing, unknown)
+    problems = _differences(manifest, wanted, missing, unknown, tensors)
     if wanted.shapes:
         problems += _shapes(manifest, wanted, {k: tensors[k] for k in both})
     notes = [f"declared, not required: {list_keys(keys)}: {why}" for why, keys in declared.items()]
@@ -246,11 +246,21 @@ def _by_checkpoint(manifest: Manifest) -> Expected:
 
 
 def _differences(
-    manifest: Manifest, wanted: Expected, missing: list[str], unknown: list[str]
+    manifest: Manifest,
+    wanted: Expected,
+    missing: list[str],
+    unknown: list[str],
+    tensors: Mapping[str, TensorEntry],
 ) -> list[Problem]:
+    def trait(key: str) -> tuple[object, ...]:
+        """What a renamed tensor keeps: its layer's and expert's numbers, and its shape."""
+        entry = wanted.tensors.get(key) or tensors[key]
+        numbers = [part for part in key.split(".") if part.isdigit()]
+        return (*numbers, entry.shape if wanted.shapes else None)
+
     problems = []
     if missing:
-        near = _near(missing, unknown)
+        near = _near(missing, unknown, trait)
         problems.append(
             Problem(
                 code="verify.missing",
@@ -270,7 +280,7 @@ def _differences(
                 code="verify.unknown",
                 what=f"{len(unknown)} tensors are not of {wanted.name}: {list_keys(unknown)}",
                 where=manifest.path,
-                actual=_near(unknown, missing),
+                actual=_near(unknown, missing, trait),
                 cause="another model, another size, or names of another generation",
                 fix="name the right model with --against, or convert the checkpoint",
             )
@@ -278,8 +288,12 @@ def _differences(
     return problems
 
 
-def _near(keys: Iterable[str], others: list[str]) -> str:
-    pairs = ((key, nearest(key, others[:2000])) for key in list(keys)[:3])
+def _near(keys: list[str], others: list[str], trait: Callable[[str], object]) -> str:
+    """What the first keys look like, of the other keys that have the same traits."""
+    alike: dict[object, list[str]] = {}
+    for key in others:
+        alike.setdefault(trait(key), []).append(key)
+    pairs = ((key, nearest(key, alike.get(trait(key), ())[:2000])) for key in keys[:3])
     return "; ".join(f"{key} looks like {near}" for key, near in pairs if near)
 
 

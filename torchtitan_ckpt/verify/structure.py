@@ -24,7 +24,7 @@ class Structure:
     """What a look at names, sizes and headers found.
 
     `problems` make the checkpoint wrong; `notes` are worth knowing. `manifest` is all that the
-    checkpoint describes, `sound` the part of it that can be read.
+    checkpoint describes, `sound` the part of it that can be read: of a tensor, the shards that can.
     """
 
     detection: Detection
@@ -32,6 +32,16 @@ class Structure:
     sound: Manifest
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def unread(self) -> list[str]:
+        """Keys that cannot be read, or not whole."""
+        parts = self.sound.tensors
+        tensors = self.manifest.tensors.items()
+        return [
+            *(k for k, e in tensors if k not in parts or len(parts[k].shards) < len(e.shards)),
+            *(key for key in self.manifest.objects if key not in self.sound.objects),
+        ]
 
 
 def check_structure(path: str | os.PathLike[str], *, trust: bool = False) -> Structure:
@@ -88,7 +98,7 @@ def _strays(manifest: Manifest, named: Collection[str]) -> Iterable[Problem]:
     if strays:
         yield Problem(
             code="dcp.stray-file",
-            what=f"{len(strays)} files hold data that .metadata does not name",
+            what=f"{len(strays)} files of other saves, which .metadata does not name",
             where=manifest.path,
             actual=", ".join(strays[:8]) + (f" and {len(strays) - 8} more" * (len(strays) > 8)),
             cause="a save over an older one with more ranks, or a save that was interrupted",
