@@ -1,9 +1,12 @@
 """Peak memory of a piece of work, as the kernel counts it: a program to run as a process.
 
-    python -m tests.files.memory_lab FOLDER CONFIG LAYERS LAYERS
+    python -m tests.files.memory_lab FOLDER CONFIG CASES
 
-Each tool does the same work over a small checkpoint and over one with four times the layers, and
-the peaks are printed as JSON. A first run over the small one touches what is touched once. The
+Each tool does the same work over a small checkpoint, over one with four times the layers, and over
+one whose layers are as many and have four times the bytes; the peaks are printed as JSON. What a
+peak grows by from the first to the second is kept for each tensor (the manifest, and what was found
+of it), from the first to the third it is data. A run over the small one touches what is touched
+once. The
 kernel keeps the peak itself, so nothing is sampled; blocks go back to it when they are freed
 (MALLOC_ settings of glibc, see `peaks`), so that the peak is what was in use, not what the
 allocator had kept.
@@ -22,7 +25,8 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LAYERS = (3, 12)
+CASES = ((3, 1), (12, 1), (3, 2))  # layers, and how many times as wide
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 512,
@@ -40,10 +44,12 @@ TOOLS = ("dcp to pt", "dcp to hf", "hf to dcp", "verify --deep", "diff")
 
 
 def peaks(
-    folder: Path, config: Mapping[str, object] = CONFIG, layers: Sequence[int] = LAYERS
+    folder: Path,
+    config: Mapping[str, object] = CONFIG,
+    cases: Sequence[tuple[int, int]] = CASES,
 ) -> dict[str, list[int]]:
-    """Bytes above the start at the peak, for each of `layers`, by tool."""
-    words = (str(folder), json.dumps(config), *map(str, layers))
+    """Bytes above the start at the peak, for each of `cases`, by tool."""
+    words = (str(folder), json.dumps(config), json.dumps(cases))
     done = subprocess.run(
         [sys.executable, "-m", "tests.files.memory_lab", *words],
         cwd=ROOT,
@@ -82,28 +88,29 @@ def main() -> None:
 
     torch.set_num_threads(1)
     root, shapes = Path(sys.argv[1]), json.loads(sys.argv[2])
-    sizes = tuple(map(int, sys.argv[3:]))
-    for layers in sizes:
-        (root / str(layers)).mkdir()
+    cases = {f"{layers}x{wide}": (layers, wide) for layers, wide in json.loads(sys.argv[3])}
+    for case, (layers, wide) in cases.items():
+        (root / case).mkdir()
         config = shapes | {"num_hidden_layers": layers}
-        (root / str(layers) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        entries = MappingAdapter(root / str(layers)).native_entries()
+        config |= {key: shapes[key] * wide for key in WIDTHS}
+        (root / case / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        entries = MappingAdapter(root / case).native_entries()
         state = {k: torch.full(e.shape, i + 0.5) for i, (k, e) in enumerate(entries.items())}
         for name in ("dcp", "copy"):
-            dcp.save(state, root / f"{name}{layers}", sync_files=False)
+            dcp.save(state, root / f"{name}{case}", sync_files=False)
         del state
 
-    def converting(kind: str, to: str, keep: str = "") -> Callable[[int], object]:
-        def work(layers: int) -> None:
-            out = root / (f"{keep}{layers}" if keep else "out")
+    def converting(kind: str, to: str, keep: str = "") -> Callable[[str], object]:
+        def work(case: str) -> None:
+            out = root / (f"{keep}{case}" if keep else "out")
             if out.exists():
                 shutil.rmtree(out)
             convert(
                 Options(
-                    src=str(root / f"{kind}{layers}"),
+                    src=str(root / f"{kind}{case}"),
                     dst=str(out),
                     to=to,
-                    config=str(root / str(layers)),
+                    config=str(root / case),
                     window=8 * 2**20,
                     threads=1,
                     no_sync=True,
@@ -114,11 +121,11 @@ def main() -> None:
 
         return work
 
-    def deep(layers: int) -> None:
-        read_deep(read_manifest(root / f"dcp{layers}"), threads=1)
+    def deep(case: str) -> None:
+        read_deep(read_manifest(root / f"dcp{case}"), threads=1)
 
-    def compare(layers: int) -> None:
-        pair = (str(root / f"{name}{layers}") for name in ("dcp", "copy"))
+    def compare(case: str) -> None:
+        pair = (str(root / f"{name}{case}") for name in ("dcp", "copy"))
         diff(DiffOptions(a=next(pair), b=next(pair), threads=1))
 
     works = (
@@ -130,8 +137,8 @@ def main() -> None:
     )
     found = {}
     for name, work in zip(TOOLS, works, strict=True):
-        work(sizes[0])
-        found[name] = [peak(partial(work, layers)) for layers in sizes]
+        work(next(iter(cases)))
+        found[name] = [peak(partial(work, case)) for case in cases]
     print(json.dumps(found))
 
 
