@@ -163,7 +163,9 @@ CONTRACT: tuple[Check, ...] = (
     _manager("resume.half-deleted", "A step that lacks a file is passed over.", "STP-02, ASY-01"),
     _manager("resume.load-step", "A named step is loaded, or raises if absent.", "STP-05"),
     _manager(
-        "resume.initial", "initial_load_path starts a job that has no step.", "STP-04, SEL-06"
+        "resume.initial",
+        "initial_load_path starts a job that has no step.",
+        "STP-04, SEL-06, BUF-01",
     ),
     _manager("resume.model-only", "A model-only last step hides no full one.", "STP-02"),
     _manager(
@@ -171,7 +173,16 @@ CONTRACT: tuple[Check, ...] = (
         "Two resumes equal the job never stopped.",
         "REF-04, REF-05, DAT-02, DAT-06, OPT-07",
     ),
-    _manager("resume.async", "An async save holds the state at the call.", "ASY-07, ASY-08"),
+    _manager(
+        "resume.stream",
+        "The data goes on in the middle of its sample.",
+        "DAT-03, DAT-04",
+    ),
+    _manager(
+        "resume.async", "An async save holds the state at the call.", "ASY-05, ASY-07, ASY-08"
+    ),
+    _manager("resume.pinned", "So does one staged in pinned memory.", "ASY-05, ASY-07, ASY-08"),
+    _manager("resume.modes", "What one async mode saves, every mode saves.", "ASY-02"),
     _manager(
         "resume.async-error",
         "A failed async save raises at the next call.",
@@ -179,11 +190,17 @@ CONTRACT: tuple[Check, ...] = (
         after=("resume.async",),
     ),
     _manager("resume.async-load", "A load during an async save gets a whole step.", "ASY-06"),
+    _manager("resume.begun", "A step counts when complete, not when begun.", "ASY-03, PRG-01"),
+    _manager("resume.overwrite", "A step saved again is all old or all new.", "ASY-01"),
     _manager(
-        "resume.retention", "keep_latest_k removes the oldest, nothing else.", "PRG-04, PRG-05"
+        "resume.retention",
+        "keep_latest_k removes the oldest, nothing else.",
+        "PRG-03, PRG-04, PRG-05",
     ),
     _manager("resume.export-dtype", "The last save has the dtype asked for.", "DTY-01, DTY-02"),
-    _manager("exclude.subsets", "Excluded states keep their values, others load.", "SEL-06"),
+    _manager(
+        "exclude.subsets", "Excluded states keep their values, others load.", "SEL-03, SEL-06"
+    ),
     _manager(
         "exclude.unknown",
         "An unknown name in exclude_from_loading raises.",
@@ -207,6 +224,13 @@ CONTRACT: tuple[Check, ...] = (
     _manager("optimizer.stateless", "No state stays no state.", "OPT-04"),
     _manager("optimizer.dtypes", "State keeps its types and dtypes.", "OPT-01, OPT-19, DAT-07"),
     _manager("optimizer.by-name", "State belongs to names, not to positions.", "OPT-08, OPT-13"),
+    _manager("optimizer.tied", "A tied pair stays one tensor under any name.", "OPT-06, TIE-06"),
+    _manager("optimizer.groups", "Each group keeps its hyperparameters.", "OPT-15, OPT-17"),
+    _manager(
+        "optimizer.older-file",
+        "Hyperparameters newer than the file keep theirs.",
+        "OPT-03, OPT-14",
+    ),
     _manager("optimizer.no-gradient", "A parameter without state stays without.", "OPT-10"),
     _manager("optimizer.frozen", "A frozen parameter keeps its moments.", "OPT-02"),
     _manager("optimizer.swapped", "Moments told to lie in host memory come back.", "OPT-05"),

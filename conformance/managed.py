@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from conformance.jobs import STATES, Job, truth
-from conformance.reference import Leaf
+from conformance.reference import Leaf, Table
 from conformance.verdict import Finding
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.parallel import ParallelDegrees
@@ -71,10 +71,7 @@ def acting(doing: str) -> Iterator[None]:
 class Opened:
     """A manager at work; every call of it is `acting`."""
 
-    def __init__(
-        self, manager: Any, job: Job, folder: str, *, adapter: Any, states: Any, options: Any
-    ) -> None:
-        parts = job.for_manager(folder, sd_adapter=adapter, states=states)
+    def __init__(self, manager: Any, parts: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         with acting("its configuration"):
             config = manager.Config(enable=True, **options)
         with acting("the constructor"):
@@ -100,10 +97,23 @@ class Opened:
 
 @contextmanager
 def opened(
-    manager: Any, job: Job, folder: str, *, adapter: Any = None, states: Any = None, **options: Any
+    manager: Any,
+    job: Job,
+    folder: str,
+    *,
+    adapter: Any = None,
+    states: Any = None,
+    dataloader: Any = None,
+    **options: Any,
 ) -> Iterator[Opened]:
-    """The manager over a job, closed at the end, what it still writes finished before."""
-    found = Opened(manager, job, folder, adapter=adapter, states=states, options=options)
+    """The manager over a job, closed at the end, what it still writes finished before.
+
+    `states` are further ones, and `dataloader` one in place of the job's.
+    """
+    parts = job.for_manager(folder, sd_adapter=adapter, states=states)
+    if dataloader is not None:
+        parts["dataloader"] = dataloader
+    found = Opened(manager, parts, options)
     try:
         yield found
         found.wait("saving")
@@ -123,9 +133,9 @@ def tiny_table() -> dict[str, Leaf]:
     return table | {f"layers.{n}.attention.wo.weight": Leaf((dim, inner)) for n in range(12)}
 
 
-def start(steps: int = 0) -> Job:
+def start(steps: int = 0, table: Table | None = None) -> Job:
     """A small job on this one rank after `steps` steps."""
-    job = Job.start(tiny_table(), ParallelDegrees())
+    job = Job.start(table or tiny_table(), ParallelDegrees())
     job.train(steps)
     return job
 
@@ -245,6 +255,19 @@ def brief(value: Any) -> str:
     head = ", ".join(f"{x:g}" for x in local.detach().flatten()[:3].tolist())
     dots = ", …" if local.numel() > 3 else ""
     return f"{str(local.dtype).removeprefix('torch.')} {list(value.shape)}: {head}{dots}"
+
+
+class Held:
+    """A state that holds one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]
 
 
 class PlainAdapter:

@@ -182,20 +182,29 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     ]
 
 
-def states(outcome: Outcome, wanted: Mapping[str, int], **words: str) -> Iterator[Finding]:
-    """A finding if a job was refused, loaded nothing, or has other states than `wanted`."""
-    wrong = [name for name, steps in wanted.items() if outcome.at[name] != steps]
+def states(
+    outcome: Outcome,
+    wanted: Mapping[str, int],
+    *,
+    steps: Mapping[str, int] = STEPS,
+    **words: str,
+) -> Iterator[Finding]:
+    """A finding if a job was refused, loaded nothing, or has other states than `wanted`.
+
+    `steps` are the folders that it could load, and the number of steps behind each.
+    """
+    names = {number: name for name, number in steps.items()} | {OWN: "the job's own"}
+
+    def told(at: int | None) -> str:
+        return "no step" if at is None else names.get(at, f"{at} steps")
+
+    wrong = [name for name, at in wanted.items() if outcome.at[name] != at]
     if wrong or outcome.words or not outcome.loaded:
         yield Finding(
             keys=tuple(wrong),
-            expected="; ".join(f"{name} of {_of(wanted[name])}" for name in wrong) or "a load",
+            expected="; ".join(f"{name} of {told(wanted[name])}" for name in wrong) or "a load",
             actual=str(outcome)
             if outcome.words or not outcome.loaded
-            else "; ".join(f"{name} of {_of(outcome.at[name])}" for name in wrong),
+            else "; ".join(f"{name} of {told(outcome.at[name])}" for name in wrong),
             **words,
         )
-
-
-def _of(steps: int | None) -> str:
-    names = {number: name for name, number in STEPS.items()} | {OWN: "the job's own"}
-    return "no step" if steps is None else names.get(steps, f"{steps} steps")

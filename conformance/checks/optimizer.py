@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from conformance.checks.optimizer_scenes import KEY, moment_after_load, resume, save_emptied
+from conformance.jobs import STATES
 from conformance.lab import Lab, NotApplicable
+from conformance.managed import Try
+from conformance.manager_lab import STEPS, states
 from conformance.verdict import Finding
+
+# The hyperparameter that torch added last: steps of before lack it.
+NEW = "decoupled_weight_decay"
 
 
 def none(lab: Lab) -> Iterator[Finding]:
@@ -30,11 +36,42 @@ def none(lab: Lab) -> Iterator[Finding]:
     yield from _back(lab, "none", "a state that holds None does not come back as it was")
 
 
+def older_file(lab: Lab) -> Iterator[Finding]:
+    """A hyperparameter that the file does not know keeps its value; a moment is not so forgiven."""
+    folder = lab.managers.saved_steps()
+    if not _rewrite(f"{folder}/checkpoint/step-10", lambda flat: _without(flat, f".{NEW}")):
+        raise NotApplicable(f"the manager's steps are not DCP folders with {NEW} in them")
+    moment, halved = f"optimizer.state.{KEY}.exp_avg", lab.managers.saved_steps()
+    _rewrite(f"{halved}/checkpoint/step-10", lambda flat: _without(flat, moment))
+    old, lacking = lab.managers.try_loads(Try(folder), Try(halved))
+    words = f"a step of before {NEW} was a hyperparameter does not load"
+    advice = "keep the value that a hyperparameter has where the file has none, and say so"
+    yield from states(old, dict.fromkeys(STATES, STEPS["step-10"]), what=words, remedy=advice)
+    if KEY not in lacking.words:
+        yield Finding(
+            what="a step that lacks one moment is not refused by its name",
+            keys=(moment,),
+            expected="a refusal that names the parameter",
+            actual=str(lacking),
+            remedy="compare the state's keys with the file's before anything is loaded",
+        )
+
+
+def tied(lab: Lab) -> Iterator[Finding]:
+    """A tied pair stays one tensor with one state, whichever of its names comes first."""
+    yield from _back(lab, "tied", "a tied pair does not come back as one tensor with its state")
+
+
+def groups(lab: Lab) -> Iterator[Finding]:
+    """Each group keeps its hyperparameters, those of a scheduler or a user and an empty one's."""
+    yield from _back(lab, "groups", "hyperparameters of a group are not those that were saved")
+
+
 def none_over_moments(lab: Lab) -> Iterator[Finding]:
     """A None in the file is no value: it never replaces a healthy moment in silence."""
     key, folder = f"optimizer.state.{KEY}.exp_avg", lab.managers.saved_steps()
     step = f"{folder}/checkpoint/step-10"
-    if not _rewrite(step, key, None):
+    if not _rewrite(step, lambda flat: {**flat, key: None} if key in flat else {}):
         raise NotApplicable("the manager's steps are not DCP folders with the optimizer's names")
     (words,) = lab.managers.run(moment_after_load, 1, folder)
     if words:
@@ -99,17 +136,21 @@ def emptied(lab: Lab) -> Iterator[Finding]:
         )
 
 
+def _without(flat: dict[str, Any], end: str) -> dict[str, Any]:
+    """`flat` without the keys that end so; nothing where there are none."""
+    kept = {key: value for key, value in flat.items() if not key.endswith(end)}
+    return kept if len(kept) < len(flat) else {}
+
+
 def _back(lab: Lab, scene: str, what: str) -> Iterator[Finding]:
     yield from lab.managers.findings(resume, 1, lab.managers.folder(), scene, what)
 
 
-def _rewrite(step: str, key: str, value: Any) -> bool:
-    """Let torch read a step and write it again with another value; whether it has such a tensor."""
+def _rewrite(step: str, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Let torch read a step, and write it again edited; whether there was anything to edit."""
     if not Path(step, ".metadata").is_file():
         return False
     entries = FileSystemReader(step).read_metadata().state_dict_metadata
-    if not isinstance(entries.get(key), TensorStorageMetadata):
-        return False
     flat: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -120,7 +161,9 @@ def _rewrite(step: str, key: str, value: Any) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process is meant
         load(flat, checkpoint_id=step, planner=DefaultLoadPlanner(**whole), no_dist=True)
-        shutil.rmtree(step)
-        planner = DefaultSavePlanner(**whole)
-        save(flat | {key: value}, checkpoint_id=step, planner=planner, no_dist=True)
-    return True
+        edited = edit(flat)
+        if edited:
+            shutil.rmtree(step)
+            planner = DefaultSavePlanner(**whole)
+            save(edited, checkpoint_id=step, planner=planner, no_dist=True)
+    return bool(edited)

@@ -6,7 +6,7 @@ A part of `conformance/checks/optimizer.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from conformance.jobs import Job
-from conformance.managed import ManagerRaised, brief, opened, start
+from conformance.managed import ManagerRaised, brief, opened, start, tiny_table
 from conformance.optimizers import Mixed
+from conformance.reference import Leaf, Table
 from conformance.swap import MappedAdamW, SwapAdamW, speak
 from conformance.verdict import Finding
 
+HEAD, TABLE = "lm_head.weight", "tok_embeddings.weight"
 KEY = "layers.11.attention.wo.weight"
 _RATES: dict[str, Any] = {"lr": 2.0**-6, "betas": (0.5, 0.75), "eps": 2.0**-10}
 Flat = Mapping[str, Any]
@@ -29,12 +31,15 @@ class Scene:
     """An optimizer, and what happens around it.
 
     make      of the job that saves; `again` of the one that loads, if it is another
+    table     the tensors of the model; `turned` builds the one that loads in another order
     training  done to the job that saves, before it trains
     saving    done to it before the call; `loading` to the other one before its call
     """
 
     make: Callable[[nn.Module], Optimizer]
     again: Callable[[nn.Module], Optimizer] | None = None
+    table: Callable[[], Table] = tiny_table
+    turned: bool = False
     training: Callable[[Job], Any] = lambda job: None
     saving: Callable[[Job], Any] = lambda job: None
     loading: Callable[[Job], Any] = lambda job: None
@@ -60,6 +65,25 @@ def _groups(part: nn.Module, *, turned: bool = False) -> Optimizer:
 
 def _turned(part: nn.Module) -> Optimizer:
     return _groups(part, turned=True)
+
+
+def _groups_and_nobody(part: nn.Module) -> Optimizer:
+    """Groups with hyperparameters of their own, one of them without parameters."""
+    odd: dict[str, Any] = {"label": "flat", "warmup": 3, "enabled": True}
+    flat = [p for p in part.parameters() if p.ndim == 1]
+    wide = [p for p in part.parameters() if p.ndim > 1]
+    nobody: dict[str, Any] = {
+        "params": [],
+        "label": "nobody",
+        "weight_decay": 0.125,
+        "betas": (0.25, 0.5),
+    }
+    return AdamW([{"params": wide}, {"params": flat, **odd}, nobody], foreach=False, **_RATES)
+
+
+def _tied() -> dict[str, Leaf]:
+    table = tiny_table()
+    return table | {HEAD: replace(table[HEAD], tied=TABLE)}
 
 
 def _silent(part: nn.Module) -> Optimizer:
@@ -98,14 +122,19 @@ SCENES: Mapping[str, Scene] = {
     "dtypes": Scene(make=lambda part: Mixed(part.parameters())),
     "by-name": Scene(make=_groups, again=_turned),
     "no-gradient": Scene(make=_adamw, training=_without_gradient),
+    "groups": Scene(make=_groups_and_nobody),
+    "tied": Scene(make=_adamw, table=_tied, turned=True),
     "frozen": Scene(make=_adamw, saving=_freeze, loading=_freeze),
     "swapped": Scene(make=lambda part: speak(SwapAdamW(part.parameters(), **_RATES))),
     "emptied": Scene(make=_silent),
 }
 
 
-def _job(make: Callable[[nn.Module], Optimizer]) -> Job:
-    job = start()
+def _job(make: Callable[[nn.Module], Optimizer], table: Table, *, turned: bool = False) -> Job:
+    job = start(table=table)
+    if turned:
+        for part in job.parts:
+            part._modules = dict(reversed(part._modules.items()))
     job.optimizers = [make(part) for part in job.parts]
     job.schedulers = [
         torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step) for o in job.optimizers
@@ -115,14 +144,14 @@ def _job(make: Callable[[nn.Module], Optimizer]) -> Job:
 
 def resume(manager: Any, folder: str, name: str, what: str) -> list[Finding]:
     scene = SCENES[name]
-    first = _job(scene.make)
+    first = _job(scene.make, scene.table())
     scene.training(first)
     first.train(2)
     scene.saving(first)
     with opened(manager, first, folder, interval=1) as found:
         found.save(2)
     saved = _told(first)
-    second = _job(scene.again or scene.make)
+    second = _job(scene.again or scene.make, scene.table(), turned=scene.turned)
     scene.loading(second)
     with opened(manager, second, folder, load_only=True) as found:
         found.load()
@@ -135,13 +164,21 @@ def resume(manager: Any, folder: str, name: str, what: str) -> list[Finding]:
 
 
 def _told(job: Job) -> dict[str, Any]:
-    """Model, state and hyperparameters by name, as copies; what is None or empty is left out."""
+    """Model, state and hyperparameters by name, as copies; what is None or empty is left out.
+
+    Of the names of a tied parameter the first in the alphabet has its state; the others are told.
+    """
     out: dict[str, Any] = {}
     for part, optimizer in zip(job.parts, job.optimizers, strict=True):
-        names = {id(p): name for name, p in part.named_parameters()}
+        names: dict[int, str] = {}
+        for name, parameter in sorted(part.named_parameters(remove_duplicate=False), key=_first):
+            if names.setdefault(id(parameter), name) != name:
+                out[f"tied.{name}"] = names[id(parameter)]
         if isinstance(optimizer, SwapAdamW):
             optimizer.finish()
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
+            if not group["params"]:
+                out |= {f"param_groups.{number}.{key}": value for key, value in group.items()}
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 out[name] = parameter
@@ -159,6 +196,10 @@ def _told(job: Job) -> dict[str, Any]:
         for key, value in out.items()
         if value is not None
     }
+
+
+def _first(named: tuple[str, Any]) -> str:
+    return named[0]
 
 
 def _differences(expected: Flat, actual: Flat, what: str, where: str) -> list[Finding]:
@@ -190,7 +231,7 @@ def _same(one: Any, two: Any) -> bool:
 
 def save_emptied(manager: Any, folder: str) -> str | None:
     """The words of a refusal; None without one."""
-    job = _job(_silent)
+    job = _job(_silent, tiny_table())
     job.train(2)
     try:
         with opened(manager, job, folder, interval=1) as found:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conformance.degrees import Case
 from conformance.jobs import STATES, Job, small_table, truth
 from conformance.lab import Lab, NotApplicable
-from conformance.managed import ManagerRaised, PlainAdapter, brief, differences, opened
+from conformance.managed import Held, ManagerRaised, PlainAdapter, brief, differences, opened
 from conformance.manager_lab import ManagerLab, case_of, merged, takes
 from conformance.verdict import Finding
 
@@ -174,27 +174,14 @@ def _load_position(manager: Any, folder: str, case: Case) -> bool:
     return job.position == SAVED * (3 + job.dp_rank)
 
 
-class _Own:
-    """A state that holds one plain tensor."""
-
-    def __init__(self, value: float) -> None:
-        self.value = torch.tensor([value])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
 def _save_disagreeing(manager: Any, folder: str) -> float | None:
     """None where the save was refused or this rank has its own value back, else that value."""
     case, rank = case_of("fsdp2"), dist.get_rank()
     job = Job.start(small_table(), case.degrees)
     try:
-        with opened(manager, job, folder, states={"extra": _Own(rank + 1.0)}, interval=1) as found:
+        own, target = (Held(torch.tensor([rank + n])) for n in (1.0, 5.0))
+        with opened(manager, job, folder, states={"extra": own}, interval=1) as found:
             found.save(1)
-        target = _Own(rank + 5.0)
         with opened(manager, job, folder, states={"extra": target}, load_only=True) as found:
             found.load()
     except ManagerRaised:

@@ -12,18 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conformance.checks.resume_saves import (
-    MARKER,
-    async_,
-    async_error,
-    async_load,
-    export_dtype,
-    retention,
-)
-from conformance.jobs import STATES
+from safetensors.torch import save_file
+
+from conformance.checks.resume_async import async_, async_error, async_load, begun, modes, pinned
+from conformance.checks.resume_saves import MARKER, export_dtype, overwrite, retention
+from conformance.checks.resume_stream import stream
+from conformance.jobs import STATES, truth
 from conformance.lab import Lab
-from conformance.managed import Outcome, Try, differences, opened, start
-from conformance.manager_lab import OWN, STEPS, ManagerLab, states
+from conformance.managed import Outcome, Try, differences, opened, start, tiny_table
+from conformance.manager_lab import OWN, STEPS, ManagerLab, states, takes
 from conformance.verdict import Finding
 
 NEWEST = STEPS["step-10"]
@@ -32,14 +29,19 @@ __all__ = [
     "async_",
     "async_error",
     "async_load",
+    "begun",
     "export_dtype",
     "half_deleted",
     "initial",
     "load_step",
     "model_only",
+    "modes",
     "names",
     "newest",
+    "overwrite",
+    "pinned",
     "retention",
+    "stream",
     "unfinished",
     "uninterrupted",
 ]
@@ -145,6 +147,26 @@ def initial(lab: Lab) -> Iterator[Finding]:
         (ignored, dict.fromkeys(STATES, NEWEST), "initial_load_path won over the job's own step"),
     ):
         yield from states(outcome, wanted, what=words, coordinate=f"initial_load_path={path[-17:]}")
+    yield from _without_adapter(lab.managers)
+
+
+def _without_adapter(lab: ManagerLab) -> Iterator[Finding]:
+    """Hugging Face files and nobody to translate them: who starts anyway starts at random."""
+    if not takes(lab.manager, "initial_load_in_hf"):
+        return
+    source = lab.folder()
+    model = {key: value for key, value in truth(tiny_table(), 1).items() if key in tiny_table()}
+    save_file(model, f"{source}/model.safetensors")
+    options = {"initial_load_in_hf": True, "initial_load_path": source}
+    (outcome,) = lab.try_loads(Try(lab.folder(), options=options))
+    if not outcome.words:
+        yield Finding(
+            what="a job without an adapter was told to start from Hugging Face files, and did not",
+            keys=("initial_load_in_hf",),
+            expected="an error",
+            actual=str(outcome),
+            remedy="raise where initial_load_in_hf is on and there is no adapter",
+        )
 
 
 def model_only(lab: Lab) -> Iterator[Finding]:

@@ -1,11 +1,11 @@
-"""Chapter `resume`, what saves write: in the background, under `keep_latest_k`, at the end.
+"""Chapter `resume`, what saves write and remove: old steps, the last one, one saved again.
 
 A part of `conformance/checks/resume.py`; on one rank.
 """
 
 from __future__ import annotations
 
-import shutil
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,81 +13,72 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from conformance.jobs import STATES
+from conformance.disk import Deed, Kills, watched
 from conformance.lab import Lab, NotApplicable
-from conformance.managed import ManagerRaised, Try, known, opened, start, tiny_table
-from conformance.manager_lab import ManagerLab, states, takes
+from conformance.managed import Try, opened, start, tiny_table
+from conformance.manager_lab import takes
 from conformance.verdict import Finding
 
 MARKER = ".metadata"
-IN_BACKGROUND = (1, 4)
-
-
-def async_(lab: Lab) -> Iterator[Finding]:
-    """What a background save writes is the state at the call, whatever the job does meanwhile."""
-    _needs_async(lab.managers)
-    folder = lab.managers.folder()
-    lab.managers.run(_save_in_background, 1, folder)
-    tries = [Try(folder, step) for step in IN_BACKGROUND]
-    outcomes = lab.managers.try_loads(*tries, known=IN_BACKGROUND)
-    for step, outcome in zip(IN_BACKGROUND, outcomes, strict=True):
-        words = f"an async save of step {step} does not hold the state at the call"
-        yield from states(outcome, dict.fromkeys(STATES, step), what=words)
-
-
-def async_error(lab: Lab) -> Iterator[Finding]:
-    """A save that failed in the background is raised by the next save, wait or close."""
-    _needs_async(lab.managers)
-    (silent,) = lab.managers.run(_save_into_nothing, 1, lab.managers.folder())
-    if silent:
-        yield Finding(
-            what="a save that failed in the background was never raised",
-            keys=("async_mode",),
-            expected="an error from save, maybe_wait_for_saving or close",
-            actual="all of them returned, and there is no checkpoint",
-            remedy="keep the future of the save, and ask it for its result",
-        )
-
-
-def async_load(lab: Lab) -> Iterator[Finding]:
-    """A load that comes while a save is under way waits for it, or takes the complete step."""
-    _needs_async(lab.managers)
-    (at,) = lab.managers.run(_load_while_saving, 1, lab.managers.folder())
-    if set(at.values()) not in ({1}, {2}):
-        yield Finding(
-            what="a load during a save in the background loads neither that step nor the last",
-            keys=tuple(name for name, steps in at.items() if steps not in (1, 2)),
-            expected="all of step 1, which is complete, or all of step 2, which is being saved",
-            actual=", ".join(f"{name} after {steps} steps" for name, steps in at.items()),
-            remedy="wait for the save before looking for a step",
-        )
 
 
 def retention(lab: Lab) -> Iterator[Finding]:
-    """`keep_latest_k` removes the oldest steps, and nothing else."""
+    """`keep_latest_k` removes the oldest steps and nothing else, even after a removal that failed.
+
+    Of the first removal of all something may be left, or the next one finishes it.
+    """
     if not takes(lab.managers.manager, "keep_latest_k"):
         raise NotApplicable("the manager has no option keep_latest_k")
-    folder = lab.managers.folder()
-    steps = Path(folder, "checkpoint")
     foreign = ("notes.txt", "step-x", "old-step-50")
-    for name in foreign:
-        (steps / name).mkdir(parents=True)
-    lab.managers.run(_save_four, 1, folder)
-    left = {path.name for path in steps.iterdir()}
-    for what, names, wrong in (
-        ("steps that keep_latest_k=2 should have kept are gone", ("step-3", "step-4"), True),
-        ("steps older than keep_latest_k=2 are still there", ("step-1", "step-2"), False),
-        ("the seed was removed with the old steps", ("step-0",), True),
-        ("what is no step was removed with the old steps", foreign, True),
-    ):
-        found = tuple(name for name in names if (name not in left) is wrong)
-        if found:
-            yield Finding(
-                what=what,
-                keys=found,
-                expected="step-0, step-3, step-4, and what is no step",
-                actual=", ".join(sorted(left)),
-            )
+    for failing in (False, True):
+        folder = lab.managers.folder()
+        steps = Path(folder, "checkpoint")
+        for name in foreign:
+            (steps / name).mkdir(parents=True)
+        lab.managers.run(_save_four, 1, folder, failing)
+        left = {path.name for path in steps.iterdir()}
+        for what, names, wrong in (
+            ("steps that keep_latest_k=2 should have kept are gone", ("step-3", "step-4"), True),
+            ("steps older than keep_latest_k=2 are still there", ("step-1", "step-2"), False),
+            ("the seed was removed with the old steps", ("step-0",), True),
+            ("what is no step was removed with the old steps", foreign, True),
+        ):
+            found = tuple(name for name in names if (name not in left) is wrong)
+            if found and not (failing and found == ("step-1",)):
+                yield Finding(
+                    what=what,
+                    keys=found,
+                    coordinate="the first removal fails" if failing else "",
+                    expected="step-0, step-3, step-4, and what is no step",
+                    actual=", ".join(sorted(left)),
+                )
+
+
+def overwrite(lab: Lab) -> Iterator[Finding]:
+    """A step is saved again: whenever that is cut short, all of an old step or of the new loads."""
+    folder, copies = lab.managers.folder(), lab.managers.folder()
+    (moments,) = lab.managers.run(_save_again, 1, folder, copies)
+    if not moments:
+        raise NotApplicable("the manager writes where this process cannot see it")
+    tries = [Try(copy) for copy, _ in moments]
+    outcomes = lab.managers.try_loads(*tries, known=(1, 2, 4))
+    wrong = [
+        (moment, outcome)
+        for (_, moment), outcome in zip(moments, outcomes, strict=True)
+        if not outcome.loaded or set(outcome.at.values()) not in ({1}, {2}, {4})
+    ]
+    if wrong:
+        moment, outcome = wrong[0]
+        yield Finding(
+            what=f"a step that is saved again is neither old nor new at {len(wrong)} of "
+            f"{len(moments)} moments at which a kill may come",
+            keys=("step-2",),
+            coordinate=f"at the {moment}",
+            expected="all of step-1, of the old step-2 or of the new one",
+            actual=f"{outcome}: {dict(outcome.at)}" if outcome.loaded else str(outcome),
+            cause="files are replaced under a marker that stays valid",
+            remedy="write beside the old step and swap the two, or remove its marker first",
+        )
 
 
 def export_dtype(lab: Lab) -> Iterator[Finding]:
@@ -116,59 +107,36 @@ def export_dtype(lab: Lab) -> Iterator[Finding]:
                 )
 
 
-def _needs_async(lab: ManagerLab) -> None:
-    if not takes(lab.manager, "async_mode"):
-        raise NotApplicable("the manager has no option async_mode")
-
-
 # --- on the ranks -------------------------------------------------------------------------------
 
 
-def _save_in_background(manager: Any, folder: str) -> None:
-    job = start()
-    with opened(manager, job, folder, interval=1, async_mode="async") as found:
-        for step in IN_BACKGROUND:
-            job.train(step - job.step)
-            found.save(step)
-            found.wait("staging")
-            job.train()
+def _save_four(manager: Any, folder: str, failing: bool) -> None:
+    job, removed = start(), list[Path]()
 
+    def fail_once(deed: Deed) -> None:
+        if failing and deed.event == "shutil.rmtree" and not removed:
+            removed.append(deed.path)
+            raise PermissionError(errno.EACCES, "refused once, by the gate", str(deed.path))
 
-def _save_into_nothing(manager: Any, folder: str) -> bool:
-    """Whether a save whose folder has become a file was never complained about."""
-    job = start(1)
-    try:
-        with opened(manager, job, folder, interval=1, async_mode="async") as found:
-            target = Path(folder, "checkpoint")
-            shutil.rmtree(target, ignore_errors=True)
-            target.write_text("not a folder")
-            found.save(1)
-    except ManagerRaised:
-        return False
-    return True
-
-
-def _load_while_saving(manager: Any, folder: str) -> dict[str, int | None]:
-    job = start()
-    with opened(manager, job, folder, interval=1, async_mode="async") as found:
-        for step in (1, 2):
-            found.wait("saving")
-            job.train()
-            found.save(step)
-        found.wait("staging")
-        job.train()
-        found.load()
-    return known(job, (1, 2, 3))
-
-
-def _save_four(manager: Any, folder: str) -> None:
-    job = start()
     with opened(manager, job, folder, create_seed_checkpoint=True) as found:
         found.save(0, last_step=True)
-    with opened(manager, job, folder, interval=1, keep_latest_k=2) as found:
+    options = {"interval": 1, "keep_latest_k": 2}
+    with watched(folder, fail_once), opened(manager, job, folder, **options) as found:
         for step in range(1, 5):
             job.train()
             found.save(step)
+
+
+def _save_again(manager: Any, folder: str, copies: str) -> list[tuple[str, str]]:
+    job, kills = start(), Kills(folder, copies)
+    with opened(manager, job, folder, interval=1) as found:
+        for step in (1, 2):
+            job.train()
+            found.save(step)
+    job.train(2)
+    with opened(manager, job, folder, interval=1) as found, watched(folder, kills):
+        found.save(2)
+    return kills.moments
 
 
 def _export_in_bf16(manager: Any, folder: str) -> dict[str, str]:

@@ -1,14 +1,19 @@
 """Runs every specimen through every check and writes the table specimen x check.
 
-    python -m tests.gate.detection [detection.md]
+    python -m tests.gate.detection [detection.md [GLOB ...]]
 
+With globs only the specimens of such names run, and the other rows are those of the page.
 Exit code 1 when a specimen is not caught by the check named for it, with its key in the finding,
 or when some check could be taken away without any specimen living.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from conformance.contract import CONTRACT, Check
@@ -53,7 +58,32 @@ def failing(cells: dict[str, Cell]) -> list[str]:
     return [check for check, cell in cells.items() if cell.verdict in ("fail", "error")]
 
 
-def table(rows: dict[str, dict[str, Cell]]) -> str:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one specimen: the checks that fail, and how many were blocked."""
+
+    caught: list[str]
+    blocked: int
+
+    @classmethod
+    def of(cls, cells: Mapping[str, Cell]) -> Row:
+        return cls(failing(dict(cells)), sum(c.verdict == "blocked" for c in cells.values()))
+
+
+_ROW = re.compile(r"\| \*?([\w-]+?)\*? \| [^|]* \| ([^|]*\w[^|]*) \| (\d*) \|")
+
+
+def read(page: str) -> dict[str, Row]:
+    """The rows of a page by specimen, those that there still are."""
+    found = {m[1]: m for m in map(_ROW.fullmatch, page.splitlines()) if m}
+    return {
+        specimen.name: Row(m[2].replace("*", "").split(", "), int(m[3] or 0))
+        for specimen in EVERY
+        if (m := found.get(specimen.name))
+    }
+
+
+def table(rows: Mapping[str, Row]) -> str:
     """The report: what caught what."""
     lines = [
         "# What catches what",
@@ -66,22 +96,26 @@ def table(rows: dict[str, dict[str, Cell]]) -> str:
         "|---|---|---|---|",
     ]
     for specimen in EVERY:
-        cells = rows[specimen.name]
-        caught = failing(cells)
-        shown = ", ".join(f"**{c}**" if c == specimen.check else c for c in caught)
-        name = f"*{specimen.name}*" if caught == [specimen.check] else specimen.name
-        blocked = sum(cell.verdict == "blocked" for cell in cells.values())
-        lines.append(f"| {name} | {specimen.kinds} | {shown} | {blocked or ''} |")
+        if (row := rows.get(specimen.name)) is None:
+            continue
+        shown = ", ".join(f"**{c}**" if c == specimen.check else c for c in row.caught)
+        name = f"*{specimen.name}*" if row.caught == [specimen.check] else specimen.name
+        lines.append(f"| {name} | {specimen.kinds} | {shown} | {row.blocked or ''} |")
     lines += ["", "| check | specimens caught | that it alone catches |", "|---|---|---|"]
     for clause in CONTRACT:
-        found = [n for n, cells in rows.items() if clause.id in failing(cells)]
-        alone = [n for n in found if failing(rows[n]) == [clause.id]]
+        found = [name for name, row in rows.items() if clause.id in row.caught]
+        alone = [name for name in found if rows[name].caught == [clause.id]]
         lines.append(f"| {clause.id} | {len(found)} | {len(alone)} |")
     return "\n".join(lines) + "\n"
 
 
 def problems(rows: dict[str, dict[str, Cell]]) -> list[str]:
     """What is wrong with the gate itself."""
+    return missed(rows) + idle(rows)
+
+
+def missed(rows: dict[str, dict[str, Cell]]) -> list[str]:
+    """Specimens that the check named for them does not catch, or not by their key."""
     found = []
     for specimen in EVERY:
         if specimen.name not in rows:
@@ -94,6 +128,12 @@ def problems(rows: dict[str, dict[str, Cell]]) -> list[str]:
         errors = [c for c, x in rows[specimen.name].items() if x.verdict == "error"]
         if errors:
             found.append(f"{specimen.name}: the gate fails in {', '.join(errors)}")
+    return found
+
+
+def idle(rows: dict[str, dict[str, Cell]]) -> list[str]:
+    """Checks that could be taken away."""
+    found = []
     for clause in CONTRACT:
         seen = [cells for cells in rows.values() if clause.id in cells]
         if seen and not any(failing(cells) == [clause.id] for cells in seen):
@@ -101,18 +141,20 @@ def problems(rows: dict[str, dict[str, Cell]]) -> list[str]:
     return found
 
 
-def main() -> int:
+def main(page: str = "", *globs: str) -> int:
+    chosen = [s for s in EVERY if not globs or any(fnmatchcase(s.name, g) for g in globs)]
     rows = {}
-    for number, specimen in enumerate(EVERY, 1):
+    for number, specimen in enumerate(chosen, 1):
         rows[specimen.name] = cells_of(specimen)
-        print(f"\r{number}/{len(EVERY)}", end="", file=sys.stderr)
+        print(f"\r{number}/{len(chosen)}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(table(rows))
-    found = problems(rows)
-    print("\n".join(found) or f"{len(EVERY)} specimens, all caught by the check named for them")
+    if page:
+        kept = read(Path(page).read_text()) if globs else {}
+        Path(page).write_text(table(kept | {name: Row.of(cells) for name, cells in rows.items()}))
+    found = missed(rows) if globs else problems(rows)
+    print("\n".join(found) or f"{len(chosen)} specimens, all caught by the check named for them")
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_ckpt import CheckpointManager
 
 KEY = "layers.11.attention.wo.weight"
-TABLE = "tok_embeddings.weight"
+HEAD, TABLE = "lm_head.weight", "tok_embeddings.weight"
 
 
 class Edited:

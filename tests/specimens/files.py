@@ -173,40 +173,43 @@ class PlainForQuantized(Right):
         return super().get_hf_storage_reader(path)
 
 
+def _after_reading(reader: Any, edit: Callable[[torch.Tensor], Any]) -> Any:
+    """The reader, and `edit` on each matrix that it has read."""
+    read = reader.read_data
+
+    def wrong(plan: Any, planner: Any) -> Any:
+        done = read(plan, planner)
+        for value in planner.state_dict.values():
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                edit(value)
+        return done
+
+    reader.read_data = wrong
+    return reader
+
+
 class OtherScales(Right):
     """Each scale is applied twice."""
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        inner = super().get_hf_storage_reader(path, from_quantized)
-        read = inner.read_data
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        return _after_reading(reader, lambda w: w.mul_(0.25)) if from_quantized else reader
 
-        def wrong(plan: Any, planner: Any) -> Any:
-            done = read(plan, planner)
-            for value in planner.state_dict.values():
-                if from_quantized and isinstance(value, torch.Tensor):
-                    value.mul_(0.25)
-            return done
 
-        inner.read_data = wrong
-        return inner
+class ShortBlockUnscaled(Right):
+    """Only whole blocks are dequantized; what is left at the edge has the scale 1."""
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        if not from_quantized:
+            return reader
+        return _after_reading(reader, lambda w: w[len(w) // 128 * 128 :].mul_(4))
 
 
 class ReversesRows(Right):
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        inner = super().get_hf_storage_reader(path, from_quantized)
-        if from_quantized:
-            return inner
-        read = inner.read_data
-
-        def wrong(plan: Any, planner: Any) -> Any:
-            done = read(plan, planner)
-            for value in planner.state_dict.values():
-                if isinstance(value, torch.Tensor) and value.dim() == 2:
-                    value.copy_(value.flip(0))
-            return done
-
-        inner.read_data = wrong
-        return inner
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        return reader if from_quantized else _after_reading(reader, lambda w: w.copy_(w.flip(0)))
 
 
 def _other_logits(lab: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -339,6 +342,15 @@ SPECIMENS: tuple[Specimen, ...] = (
     ),
     Specimen(
         "scales-applied-twice", "files.quantized", ".weight", OtherScales, "FP8-08", False, BLIND
+    ),
+    Specimen(
+        "short-block-unscaled",
+        "files.quantized",
+        ".weight",
+        ShortBlockUnscaled,
+        "FP8-07",
+        True,
+        BLIND,
     ),
     Specimen(
         "other-logits",

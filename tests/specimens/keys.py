@@ -222,7 +222,7 @@ def exact() -> list[Specimen]:
             "keys.exact",
             "mlp.experts.down_proj",
             edited(grouped, before_import=ungrouped),
-            "NAM-05",
+            "NAM-05, NAM-10",
             False,
             KEYED,
         ),

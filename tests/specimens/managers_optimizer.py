@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from conformance.swap import MappedAdamW, SwapAdamW
-from tests.specimens.edited import KEY, Edited
+from tests.specimens.edited import HEAD, KEY, TABLE, Edited
 from torchtitan_ckpt.errors import CheckpointError
+from torchtitan_ckpt.formats import dcp
 
 
 class TorchFlattening(Edited):
@@ -142,3 +143,55 @@ class EmptiedIsZeros(Edited):
         for storage in emptied:
             storage.resize_(0)
         return saved
+
+
+class StateUnderTheFirstName(Edited):
+    """A tied parameter's state belongs to it only under the name that it was saved by."""
+
+    def loaded(self) -> None:
+        for name, parameter, optimizer in self.parameters():
+            if name == HEAD and self.job["model_parts"][0].get_parameter(TABLE) is parameter:
+                optimizer.state.pop(parameter, None)
+
+
+class TieBrokenByTheLoad(Edited):
+    def loaded(self) -> None:
+        part = self.job["model_parts"][0]
+        named = dict(part.named_parameters(remove_duplicate=False))
+        if TABLE in named and named[TABLE] is named.get(HEAD):
+            part.lm_head.weight = torch.nn.Parameter(named[HEAD].detach().clone())
+
+
+class EmptyGroupForgotten(Edited):
+    def loaded(self) -> None:
+        for optimizer in self.job["optimizers"]:
+            groups = optimizer.param_groups
+            groups[:] = [g if g["params"] else {"params": [], "lr": g["lr"]} for g in groups]
+
+
+class FirstRateForgotten(Edited):
+    def loaded(self) -> None:
+        for group in self.job["optimizers"][0].param_groups:
+            if group.get("label") == "flat":
+                del group["initial_lr"]
+
+
+class NewHyperparameterMissing(Edited):
+    def load(self, step: int = -1) -> Any:
+        newest = self.newest()
+        keys = dcp.read_manifest(str(newest)).keys if step == -1 and newest else ()
+        ends = {key.rpartition(".")[2] for key in keys}
+        if "amsgrad" in ends and "decoupled_weight_decay" not in ends:
+            raise KeyError("decoupled_weight_decay")
+        return self.inner.load(step)
+
+
+class MissingMomentWithoutAName(Edited):
+    def load(self, step: int = -1) -> Any:
+        try:
+            return self.inner.load(step)
+        except CheckpointError as error:
+            if "exp_avg" in str(error):
+                words = "float() argument must be a string or a real number, not 'dict'"
+                raise TypeError(words) from error
+            raise

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +81,15 @@ class InitialPathWins(Edited):
         return config
 
 
+class WithoutAdapterFromScratch(Edited):
+    """Files that it cannot translate are no reason to stop: it does not look at them."""
+
+    def configured(self, config: Any) -> Any:
+        if config.initial_load_in_hf and self.job["sd_adapter"] is None:
+            return replace(config, initial_load_in_hf=False, initial_load_path=None)
+        return config
+
+
 class ModelOnlyIsAStep(Edited):
     def load(self, step: int = -1) -> Any:
         newest = self.newest()
@@ -133,71 +140,6 @@ class DataloaderForgotten(Edited):
         return replace(config, exclude_from_loading=kept)
 
 
-class SavesWhatComesLater(Edited):
-    """What it is asked to save in the background it saves when it is asked the next time."""
-
-    later: tuple[Any, ...] | None = None
-
-    def configured(self, config: Any) -> Any:
-        self.waits = config.async_mode != "disabled"
-        return replace(config, async_mode="disabled")
-
-    def save(self, step: int, last_step: bool = False) -> Any:
-        self.maybe_wait_for_saving()
-        if not self.waits:
-            return self.inner.save(step, last_step)
-        self.later = (step, last_step)
-        return True
-
-    def maybe_wait_for_saving(self) -> None:
-        if self.later is not None:
-            self.inner.save(*self.later)
-            self.later = None
-
-
-class FailsInSilence(Edited):
-    def save(self, step: int, last_step: bool = False) -> Any:
-        with self.quietly():
-            return self.inner.save(step, last_step)
-
-    def maybe_wait_for_saving(self) -> None:
-        with self.quietly():
-            self.inner.maybe_wait_for_saving()
-
-    def close(self) -> None:
-        with self.quietly():
-            self.inner.close()
-
-    def quietly(self) -> Any:
-        silent = self.inner.config.async_mode != "disabled"
-        return contextlib.suppress(Exception) if silent else contextlib.nullcontext()
-
-
-class NothingWhileSaving(Edited):
-    def load(self, step: int = -1) -> Any:
-        return False if self.inner.pending else self.inner.load(step)
-
-
-class PurgesWhateverLooksLikeAStep(Edited):
-    def close(self) -> None:
-        self.inner.close()
-        names = [p.name for p in self.steps.iterdir()] if self.steps.is_dir() else []
-        if self.inner.config.keep_latest_k == 2 and "old-step-50" in names:
-            shutil.rmtree(self.steps / "old-step-50")
-
-
-class SeedIsTheOldestStep(Edited):
-    def close(self) -> None:
-        self.inner.close()
-        if self.inner.config.keep_latest_k == 2:
-            shutil.rmtree(self.steps / "step-0", ignore_errors=True)
-
-
-class ExportDtypeIgnored(Edited):
-    def configured(self, config: Any) -> Any:
-        return replace(config, export_dtype="float32")
-
-
 class CounterLoadedAnyway(Edited):
     def configured(self, config: Any) -> Any:
         kept = [name for name in config.exclude_from_loading if name != "train_state"]
@@ -209,6 +151,13 @@ class SchedulerTakesTheCounterAlong(Edited):
         names = config.exclude_from_loading
         more = ["train_state"] if "lr_scheduler" in names and "train_state" not in names else []
         return replace(config, exclude_from_loading=[*names, *more])
+
+
+class ForbidsWhatIsAllowed(Edited):
+    def configured(self, config: Any) -> Any:
+        if list(config.exclude_from_loading) == ["train_state"]:
+            raise ValueError("train_state cannot be left out alone")
+        return config
 
 
 class UnknownNamesIgnored(Edited):

@@ -1,0 +1,43 @@
+"""Each kind of fault is caught by a check that a specimen is named for, or is said not to be."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from conformance.contract import CONTRACT
+from tests.gate.detection import EVERY
+from tests.gate.kinds import PAGE, rows
+
+TEXT = PAGE.read_text()
+ROWS = {row.id: row for row in rows(TEXT)}
+# How many there are of each family in the collection of faults that the gate goes back to.
+FAMILIES = """
+NAM 10 EXP 5 FUS 6 TIE 7 LAY 7 GEO 11 DTY 4 FP8 7 HFS 7
+OPT 19 REF 4 ASY 8 STP 5 PRG 4 SEL 8 DAT 7 BUF 2 STR 4
+"""
+
+
+def test_every_kind_has_its_row() -> None:
+    due = {family: int(count) for family, count in re.findall(r"(\S+) (\d+)", FAMILIES)}
+    assert Counter(row.partition("-")[0] for row in ROWS) == due
+    assert len(rows(TEXT)) == len(ROWS)
+
+
+def test_the_checks_on_the_page_have_a_specimen_of_the_kind() -> None:
+    for row in ROWS.values():
+        assert set(row.named) <= set(row.checks), f"{row}: run `python -m tests.gate.kinds`"
+
+
+def test_what_no_check_catches_has_a_reason_and_the_reason_stands() -> None:
+    for row in ROWS.values():
+        assert bool(row.reason) is not bool(row.named), row
+        for path in re.findall(r"`(tests/[^`]+)`", row.reason):
+            assert (PAGE.parents[1] / path).exists(), row
+
+
+def test_kinds_that_specimens_and_clauses_name_are_on_the_page() -> None:
+    of_specimens = {kind for s in EVERY for kind in s.kinds.split(", ") if kind}
+    of_clauses = {kind for c in CONTRACT for kind in c.kinds.split(", ") if kind}
+    assert of_specimens <= set(ROWS)
+    assert of_clauses <= of_specimens
