@@ -1,5 +1,7 @@
 """Usage errors of verbs and jobs: exit code 2 and the project's own form, never a parser's box."""
 
+import errno
+import json
 import shlex
 import subprocess
 import sys
@@ -126,6 +128,33 @@ def test_a_subject_that_nobody_knows_is_a_usage_error(capsys):
 def test_a_usage_error_is_json_where_that_was_asked_for(capsys):
     assert main(["verify", "--json"]) == 2
     assert '"code": "cli.missing"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "code", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "system.refused", "free space"),
+        (PermissionError(errno.EACCES, "no", "x/y"), 3, "system.refused", "permissions"),
+        (OSError(errno.EBADF, "Bad file descriptor"), 4, "internal", "--debug"),
+        (KeyError("x"), 4, "internal", "--debug"),
+    ],
+)
+def test_what_nobody_foresaw_is_said_in_the_same_form(
+    capsys, monkeypatch, error, exit_code, code, words
+):
+    """The last net: a refusal of the system is none of our faults and says what to do."""
+
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr("torchtitan_ckpt.cli.inspect.run", fail)
+    assert main(["inspect", "somewhere", "--json"]) == exit_code
+    out, err = capsys.readouterr()
+    (problem,) = json.loads(out)["problems"]
+    assert problem["code"] == code
+    assert words in problem["fix"]
+    assert problem["where"] == (getattr(error, "filename", None) or "")
+    assert f"[{code}]" in err
 
 
 NO_CANN = """

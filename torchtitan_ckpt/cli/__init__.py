@@ -10,6 +10,7 @@ Exit codes: 0 clean, 1 findings, 2 usage, 3 input unreadable or refused, 4 inter
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -19,7 +20,14 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from torchtitan_ckpt.errors import CheckpointError, ConfigError, DeviceError, Problem, nearest
+from torchtitan_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    InputError,
+    Problem,
+    nearest,
+)
 
 PROG = "torchtitan-ckpt"
 VERBS = {
@@ -32,6 +40,24 @@ VERBS = {
     "map": "Show what a key corresponds to, and through which operations.",
     "plan": "Say which rank writes and reads which bytes, without the hardware.",
     "verify": "Check a checkpoint for damage and for completeness.",
+}
+
+_FREE_SPACE = "free space, or write elsewhere; a conversion started again goes on where it stopped"
+_PERMISSIONS = "check the permissions of the file and of its folder"
+_STORAGE = "look at the storage and its connection, then try again"
+_SYSTEM = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: "write smaller files, or to another file system",
+    errno.EACCES: _PERMISSIONS,
+    errno.EPERM: _PERMISSIONS,
+    errno.EROFS: "write elsewhere",
+    errno.ENAMETOOLONG: "name it shorter",
+    errno.ELOOP: "remove the link that leads back to itself",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EIO: _STORAGE,
+    errno.ESTALE: _STORAGE,
+    errno.ETIMEDOUT: _STORAGE,
 }
 
 # What a shell gives for a process that SIGPIPE ended: nobody saw what was found.
@@ -82,25 +108,50 @@ def _main(args: list[str]) -> int:
         return error.exit_code
     except BrokenPipeError:
         raise  # no fault of ours: `main` ends quietly
+    except OSError as error:
+        if error.errno not in _SYSTEM:
+            return _internal(error, verb, debug, as_json="--json" in rest)
+        if debug:
+            traceback.print_exc()
+        _report(_of_the_system(error), as_json="--json" in rest)
+        return InputError.exit_code
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        from torchtitan_ckpt.device_failures import explain_import_error
+        return _internal(error, verb, debug, as_json="--json" in rest)
 
-        no_torch = explain_import_error(error)
-        if no_torch is not None:
-            _report(DeviceError(no_torch), as_json="--json" in rest)
-            return DeviceError.exit_code
-        print(
-            f"[internal] {PROG} {verb} failed: {type(error).__name__}: {error}\n"
-            "  cause    a fault in torchtitan-ckpt\n"
-            "  fix      run it again with --debug and report what it prints",
-            file=sys.stderr,
+
+def _internal(error: Exception, verb: str, debug: bool, *, as_json: bool) -> int:
+    """Report what nobody foresaw, or that torch or its device cannot be imported."""
+    if debug:
+        traceback.print_exc()
+    from torchtitan_ckpt.device_failures import explain_import_error
+
+    no_torch = explain_import_error(error)
+    if no_torch is not None:
+        _report(DeviceError(no_torch), as_json=as_json)
+        return DeviceError.exit_code
+    problem = Problem(
+        code="internal",
+        what=f"{PROG} {verb} failed: {type(error).__name__}: {error}",
+        cause="a fault in torchtitan-ckpt",
+        fix="run it again with --debug and report what it prints",
+    )
+    _report(CheckpointError(problem), as_json=as_json)
+    return CheckpointError.exit_code
+
+
+def _of_the_system(error: OSError) -> InputError:
+    """A refusal of the operating system that no reader or writer has put into words of its own."""
+    return InputError(
+        Problem(
+            code="system.refused",
+            what=f"the operating system refused: {error.strerror}",
+            where=os.fspath(error.filename) if error.filename is not None else "",
+            fix=_SYSTEM[error.errno or 0],
         )
-        return 4
+    )
 
 
 def usage() -> str:
