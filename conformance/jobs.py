@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from conformance.kinds import KINDS
+from conformance.kinds import Kind, kind_of
 from conformance.reference import Leaf, Table, build
 from torchtitan_ckpt.manager import CheckpointManager
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
@@ -104,6 +104,7 @@ class Job:
     parts: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     schedulers: list[torch.optim.lr_scheduler.LRScheduler]
+    kind: Kind
     step: int = 0
     position: int = 0
     notes: list[str] = field(default_factory=list)
@@ -121,16 +122,18 @@ class Job:
     ) -> Job:
         """A fresh job on these ranks; `empty` fills it with NaN, as the target of a load.
 
-        `kind` names the optimizers, one of `KINDS`; the table is the caller's affair.
+        `kind` names the optimizers, as `kind_of` knows them; the table is the caller's affair.
         """
         alone = degrees.world_size == 1
         meshes = None if alone else build_meshes(degrees, device_type)
         parts = build(table, degrees, meshes, poison if empty else value_of, chunks=chunks)
-        optimizers = [made for part in parts for made in KINDS[kind].optimizers(part)]
+        chosen = kind_of(kind)
+        named = [dict(part.named_parameters()) for part in parts]
+        optimizers = [made for own in named for made in chosen.optimizers(own)]
         schedulers: list[torch.optim.lr_scheduler.LRScheduler] = [
             torch.optim.lr_scheduler.LambdaLR(o, _halved) for o in optimizers
         ]
-        return cls(table, degrees, meshes, parts, optimizers, schedulers)
+        return cls(table, degrees, meshes, parts, optimizers, schedulers, chosen)
 
     @property
     def dp_rank(self) -> int:
@@ -148,9 +151,8 @@ class Job:
     def train(self, steps: int = 1) -> None:
         """Forward, backward through FSDP's reductions, optimizer, scheduler, buffers, data."""
         for _ in range(steps):
+            self.backward()
             for part in self.parts:
-                part.zero_grad()
-                part(self._weigh).backward()
                 self._move_buffers(part)
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                 optimizer.step()
@@ -158,8 +160,16 @@ class Job:
             self.step += 1
             self.position += 3 + self.dp_rank
 
+    def backward(self) -> None:
+        """The gradients of the next step, in the place of those that are there."""
+        for part in self.parts:
+            part.zero_grad()
+            part(self._weigh).backward()
+
     def _weigh(self, key: str, parameter: Tensor) -> Tensor:
         """<weights, parameter>, whose gradient is the weights; FSDP's average leaves them so."""
+        if not self.kind.trained(key, self.step):
+            return torch.zeros(())
         weights = _numbers(f"{key}/gradient{self.step}", self.table[key].shape)
         if parameter.dtype.itemsize < 4:
             weights = weights.round()  # sums over eight ranks must fit the dtype's eight digits

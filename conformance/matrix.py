@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from conformance.degrees import CASES, Case
 from conformance.jobs import Job, comparable, small_table, truth
-from conformance.kinds import KINDS
+from conformance.kinds import KINDS, MIXED, kind_of
 from conformance.ranks import RankPool, RanksFailed
 from conformance.reference import Leaf
 from torchtitan_ckpt.agree import agree
@@ -56,13 +56,18 @@ def save_on_ranks(
     agree(flat)
     dcp.save(flat, f"{folder}/dcp", sync_files=False)
     hf.save(
-        job.state("model"),
+        untied(job, table),
         f"{folder}/hf",
         max_shard_size="4KB",
         ownership=ownership,
         sync_files=False,
     )
     return wrong
+
+
+def untied(job: Job, table: Table) -> dict[str, Any]:
+    """The live model as safetensors hold it: a tied pair once."""
+    return {key: value for key, value in job.state("model").items() if not table[key].tied}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,8 @@ def load_on_ranks(case: Case, table: Table, folder: str, kind: str) -> Loaded:
     """On every rank: load both formats and compare with the job that never was split."""
     start = time.monotonic()
     job = Job.start(table, case.degrees, chunks=case.chunks, empty=True, kind=kind)
+    if kind_of(kind).trained is not kind_of("adamw").trained:
+        job.backward()  # a load into a job that has gradients, of parameters that will have none
     manifest = dcp.read_manifest(f"{folder}/dcp")
     job.take(dcp.load(f"{folder}/dcp", targets(job, manifest), manifest=manifest, threads=1))
     loaded = time.monotonic() - start
@@ -86,6 +93,7 @@ def load_on_ranks(case: Case, table: Table, folder: str, kind: str) -> Loaded:
     mine = job.state()
     wrong = job.differences(expected, comparable(expected, mine))
     lacking = set(comparable(expected, expected)) - mine.keys()
+    wrong += [f"invented: {key}" for key in sorted(comparable(mine, mine)) if key not in expected]
     later = truth(table, STEPS + 1, kind)
     position = job.position
     job.train()
@@ -95,8 +103,8 @@ def load_on_ranks(case: Case, table: Table, folder: str, kind: str) -> Loaded:
         wrong.append("the data loader's position")
     start = time.monotonic()
     fresh = Job.start(table, case.degrees, chunks=case.chunks, empty=True)
-    model = fresh.state("model")
-    hf.load(f"{folder}/hf", model, expected_keys=set(table))
+    model = untied(fresh, table)
+    hf.load(f"{folder}/hf", model, expected_keys={k for k, v in table.items() if not v.tied})
     fresh.take(model)
     wrong += [f"hf: {key}" for key in fresh.differences(expected, model)]
     return Loaded(wrong, lacking, loaded, time.monotonic() - start)
@@ -120,7 +128,10 @@ def targets(job: Job, manifest: Manifest) -> dict[str, Any]:
 
 
 class Matrix:
-    """Pairs of splits over one model, on one pool. Sources are saved once and kept in `folder`."""
+    """Pairs of splits over one model, on one pool. Sources are saved once and kept in `folder`.
+
+    `kind` is one of `KINDS`, or "mixed": all of them, each source arranged in another way.
+    """
 
     def __init__(
         self, pool: RankPool, folder: Path, table: Table | None = None, kind: str = "adamw"
@@ -128,10 +139,14 @@ class Matrix:
         self.pool = pool
         self.folder = folder
         self.kind = kind
-        self.table = KINDS[kind].table(small_table() if table is None else table)
+        self.table = small_table() if table is None else table
         self.rows: list[Row] = []
         self._saved: dict[str, Path] = {}
         self._tries = 0
+
+    def kind_at(self, source: Case) -> str:
+        """The kind of the job that `source` saves."""
+        return list(MIXED)[CASES.index(source) % len(MIXED)] if self.kind == "mixed" else self.kind
 
     def saved(self, case: Case) -> Path:
         """The folder of the checkpoint that `case` saved; RanksFailed or AssertionError if not."""
@@ -140,14 +155,15 @@ class Matrix:
             path = self.folder / f"source{number}"
             path.mkdir(parents=True)
             ownership = "bytes" if number % 2 else "tensor"
+            kind = self.kind_at(case)
             wrong = self.pool.run(
                 save_on_ranks,
                 case.ranks,
                 case,
-                self.table,
+                kind_of(kind).table(self.table),
                 str(path),
                 ownership,
-                self.kind,
+                kind,
                 timeout=180,
             )
             different = sorted({key for rank in wrong for key in rank})
@@ -159,15 +175,16 @@ class Matrix:
         """Run one pair and remember its row."""
         start = time.monotonic()
         row = Row(source.name, target.name, target.ranks)
+        kind = self.kind_at(source)
         self.rows.append(row)
         try:
             outcomes = self.pool.run(
                 load_on_ranks,
                 target.ranks,
                 target,
-                self.table,
+                kind_of(kind).table(self.table),
                 str(self.saved(source)),
-                self.kind,
+                kind,
                 timeout=180,
             )
         except (RanksFailed, AssertionError) as error:
@@ -219,7 +236,7 @@ def table_of(rows: Sequence[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.matrix", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every ordered pair, not one cycle")
-    parser.add_argument("--kind", default="adamw", choices=[*KINDS, "every"], help="what is moved")
+    parser.add_argument("--kind", default="adamw", choices=[*KINDS, "mixed", "every"])
     options = parser.parse_args()
     rows: list[Row] = []
     for kind in KINDS if options.kind == "every" else (options.kind,):

@@ -129,8 +129,10 @@ def split(part: nn.Module, meshes: Meshes, table: Table) -> None:
 
 
 def _tie(part: nn.Module, table: Table) -> None:
+    """Tie what the table says of this part's parameters; a stage holds a share of the table."""
+    own = dict(part.named_parameters(remove_duplicate=False))
     for key, leaf in table.items():
-        if leaf.tied:
+        if leaf.tied and key in own:
             path, _, name = key.rpartition(".")
             part.get_submodule(path).register_parameter(name, part.get_parameter(leaf.tied))
 

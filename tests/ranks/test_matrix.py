@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import pytest
 
 from conformance.degrees import CASES, Case
 from conformance.jobs import Job, small_table
-from conformance.kinds import KINDS
+from conformance.kinds import FATES, KINDS, MIXED, fate, layer_of
 from conformance.matrix import STEPS, Loaded, Matrix, cycle, every_pair, table_of
 from conformance.ranks import RankPool
 from torchtitan_ckpt.formats import dcp, hf
@@ -47,16 +47,19 @@ def test_saved_under_one_split_and_loaded_under_another(
     assert not row.wrong, "\n".join(row.wrong[:10])
 
 
-def _kind_pairs(kind: str) -> Iterator[Any]:
-    """One cycle a kind; by default a share of it, so that all kinds together meet every split."""
-    for number, pair in enumerate(cycle(step=5)):
-        chosen = number % len(OTHERS) == OTHERS.index(kind)
-        name_of = f"{kind}-{name(pair[0])}-{name(pair[1])}"
-        marks = () if chosen else (pytest.mark.slow,)
-        yield pytest.param(kind, *pair, marks=marks, id=name_of)
+# By default all kinds in one job; each over the whole model is slow.
+OTHERS = ["mixed", *(kind for kind in KINDS if kind != "adamw")]
 
 
-OTHERS = [kind for kind in KINDS if kind != "adamw"]
+OTHER_PAIRS = [
+    pytest.param(
+        *(kind, source, target),
+        marks=() if kind == "mixed" else (pytest.mark.slow,),
+        id=f"{kind}-{name(source)}-{name(target)}",
+    )
+    for kind in OTHERS
+    for source, target in cycle(step=5)
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +67,54 @@ def kinds(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {kind: Matrix(pool, tmp_path_factory.mktemp(kind), kind=kind) for kind in OTHERS}
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "target"), [param for kind in OTHERS for param in _kind_pairs(kind)]
-)
+@pytest.mark.parametrize(("kind", "source", "target"), OTHER_PAIRS)
 def test_other_kinds_of_state(
     kinds: dict[str, Matrix], kind: str, source: Case, target: Case
 ) -> None:
     row = kinds[kind].pair(source, target)
     assert not row.wrong, "\n".join(row.wrong[:10])
+
+
+def test_the_mixed_kinds_take_turns_over_the_layers() -> None:
+    """Every kind has every layer in one arrangement, and something in all of them."""
+    table = small_table()
+    seen: set[tuple[int, int, str]] = set()
+    for turn, kind in enumerate(MIXED.values()):
+        job = Job.start(kind.table(table), ParallelDegrees(), kind=f"mixed{turn}")
+        names = {id(p): key for key, p in job.parts[0].named_parameters()}
+        for number, optimizer in enumerate(job.optimizers):
+            for group in optimizer.param_groups:
+                layers = {layer_of(names[id(p)]) for p in group["params"]}
+                seen |= {(turn, layer, str(number)) for layer in layers if layer is not None}
+        assert len(job.optimizers) == len(KINDS) + 2  # a hybrid and a swapped one are two each
+    assert {(turn, layer) for turn, layer, _ in seen} == {
+        (turn, layer) for turn in range(len(KINDS)) for layer in range(12)
+    }
+    assert {(layer, number) for _, layer, number in seen} == {
+        (layer, str(number)) for layer in range(12) for number in range(len(KINDS) + 2)
+    }
+
+
+def test_the_partly_trained_kind_is_what_it_says() -> None:
+    """No state for what is frozen or waits; an old one for what stopped; one for a tied pair."""
+    table = KINDS["partly"].table(small_table())
+    pairs = {key: leaf.tied for key, leaf in table.items() if leaf.tied}
+    tied = {*pairs, *pairs.values()}
+    steps = {}
+    for count in (2, 3):
+        job = Job.start(table, ParallelDegrees(), kind="partly")
+        job.train(count)
+        named = dict(job.parts[0].named_parameters())
+        state = job.optimizers[0].state
+        steps[count] = {
+            word: {int(state[value]["step"]) if value in state else 0 for value in own}
+            for word in FATES
+            if (own := [v for k, v in named.items() if fate(k) == word and k not in tied])
+        }
+        assert all(named[key].requires_grad == (fate(key) != "frozen") for key in named)
+        assert len(tied & named.keys()) == len(pairs) == 11
+    assert steps[2] == {"trained": {2}, "frozen": {0}, "waiting": {0}, "stopped": {1}}
+    assert steps[3] == {"trained": {3}, "frozen": {0}, "waiting": {1}, "stopped": {1}}
 
 
 def test_the_default_cycle_has_every_split_on_both_sides() -> None:
@@ -104,6 +147,7 @@ def save_spoilt(folder: str) -> None:
     for key in (KEY, f"optimizer.state.{KEY}.exp_avg"):
         flat[key] = flat[key].detach().clone()
         flat[key][3] = flat[key][2]
+    flat[f"optimizer.state.{KEY}.extra"] = flat[KEY] + 1
     dcp.save(flat, f"{folder}/dcp", sync_files=False)
     hf.save({k: flat[k] for k in small_table()}, f"{folder}/hf", sync_files=False)
 
@@ -118,4 +162,5 @@ def test_a_difference_is_seen(pool: RankPool, tmp_path: Path) -> None:
     assert f"optimizer.state.{KEY}.exp_avg" in wrong
     assert f"after a step: {KEY}" in wrong
     assert f"hf: {KEY}" in wrong
+    assert f"invented: optimizer.state.{KEY}.extra" in wrong
     assert all(KEY in text for text in wrong)
