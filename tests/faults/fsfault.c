@@ -246,6 +246,20 @@ ssize_t pwritev64(int fd, const struct iovec *parts, int n, off64_t at)
     struct iovec first = half(parts, n);
     AROUND(WRITE, fd, NULL, ssize_t, -1, real(fd, parts, n, at), real(fd, &first, 1, at));
 }
+ssize_t pwritev2(int fd, const struct iovec *parts, int n, off_t at, int flags)
+{
+    REAL(pwritev2)
+    struct iovec first = half(parts, n);
+    AROUND(WRITE, fd, NULL, ssize_t, -1, real(fd, parts, n, at, flags),
+           real(fd, &first, 1, at, flags));
+}
+ssize_t pwritev64v2(int fd, const struct iovec *parts, int n, off64_t at, int flags)
+{
+    REAL(pwritev64v2)
+    struct iovec first = half(parts, n);
+    AROUND(WRITE, fd, NULL, ssize_t, -1, real(fd, parts, n, at, flags),
+           real(fd, &first, 1, at, flags));
+}
 
 ssize_t read(int fd, void *data, size_t n)
 {

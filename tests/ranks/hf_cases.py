@@ -249,29 +249,31 @@ def failure(folder: str, kind: str, ownership: str = "tensor") -> dict[str, Any]
     return {"class": None, "codes": [], "text": "", "seconds": 0, "left": []}
 
 
-_saved: dict[str, Any] = {}
+_saved: dict[tuple[Any, str], Any] = {}
 
 
 def _break_writes(after: int) -> None:
     import errno
 
-    _saved["pwrite"] = os.pwrite
+    from torchtitan_ckpt.formats import hf_file
+
+    original = _saved[hf_file, "pwrite"] = hf_file.pwrite
     count = [0]
 
     def full(*args):
         count[0] += 1
         if count[0] > after:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return _saved["pwrite"](*args)
+        return original(*args)
 
-    os.pwrite = full
+    hf_file.pwrite = full
 
 
 def _break_reads() -> None:
-    _saved["preadv"] = os.preadv
+    original = _saved[os, "preadv"] = os.preadv
 
     def wrong(fd, buffers, offset):
-        got = _saved["preadv"](fd, buffers, offset)
+        got = original(fd, buffers, offset)
         buffers[0][0] ^= 1
         return got
 
@@ -279,8 +281,8 @@ def _break_reads() -> None:
 
 
 def _restore() -> None:
-    for name, function in _saved.items():
-        setattr(os, name, function)
+    for (place, name), function in _saved.items():
+        setattr(place, name, function)
     _saved.clear()
 
 

@@ -35,6 +35,7 @@ from torchtitan_ckpt.formats.dcp_items import ItemWriter
 from torchtitan_ckpt.formats.dcp_manifest import METADATA
 from torchtitan_ckpt.formats.hf_boxes import find_gap_or_overlap
 from torchtitan_ckpt.formats.hf_file import sync_folder, write_problem
+from torchtitan_ckpt.formats.uncached import open_uncached
 from torchtitan_ckpt.manifest import TensorEntry
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -123,7 +124,7 @@ class DcpStreamWriter:
 
     def _put(self, data: bytes | memoryview) -> None:
         if self._file is None:
-            self._file = open(self._folder / self._name, "wb", buffering=1 << 20)  # noqa: SIM115
+            self._file = open_uncached(self._folder / self._name)
         self._file.write(data)
         self._at += len(data)
         if self._progress is not None:

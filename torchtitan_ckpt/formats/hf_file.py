@@ -21,6 +21,7 @@ import xxhash
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.hf_boxes import Ints, hull, strides_of
 from torchtitan_ckpt.formats.hf_header import Item, build_header
+from torchtitan_ckpt.formats.uncached import pwrite
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
 
 PARTIAL = ".partial"
@@ -154,9 +155,9 @@ class FileWriter:
 
     def _pwrite(self, offset: int, data: memoryview) -> None:
         with self._failing("written"):
-            done = os.pwrite(self._fd, data, offset)
+            done = 0
             while done < len(data):
-                done += os.pwrite(self._fd, data[done:], offset + done)
+                done += pwrite(self._fd, data[done:], offset + done)
         if self._progress is not None:
             self._progress(len(data))
 

@@ -25,9 +25,11 @@ from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.tensor_bytes import memory, plain
 from torchtitan_ckpt.formats.torch_file_journal import Done, Journal
+from torchtitan_ckpt.formats.uncached import open_uncached
 from torchtitan_ckpt.manifest import ITEM_SIZE
 
 _ALIGN = 64
+_FLAGS = 0x808  # names in UTF-8; sizes and checksum follow the data, as torch.save has it
 _WIDE = 0xFFFFFFFF  # sizes and offsets from here on stand in 64-bit fields
 _PREFIX = "archive/"
 _NOTED = 2**28  # bytes from one note in the journal to the next
@@ -90,7 +92,7 @@ class TorchFileWriter:
         self._unnoted: list[Done] = []
         with self._in_words():
             earlier = self._journal.read() if self._journal else []
-            self._file = self._partial.open("r+b" if earlier else "wb")
+            self._file = open_uncached(self._partial, "r+" if earlier else "w")
             for done in earlier:
                 self._take(done)
             self._file.seek(self._file.truncate(earlier[-1].end if earlier else 0))
@@ -214,14 +216,12 @@ class TorchFileWriter:
         raw = f"{_PREFIX}{name}".encode()
         wide = size >= _WIDE
         fixed = header + 30 + len(raw) + (20 if wide else 0)
-        extra = pack("<HHQQ", 1, 16, size, size) if wide else b""
+        extra = pack("<HHQQ", 1, 16, 0, 0) if wide else b""
         padding = -(fixed + 4) % _ALIGN
         extra += b"FB" + pack("<H", padding) + b"Z" * padding
-        short = 0xFFFFFFFF if wide else size
-        local = pack(
-            "<4s5H3I2H", b"PK\x03\x04", 45, 0x800, 0, 0, 0x21, 0, short, short, len(raw), len(extra)
-        )
-        self._file.write(local + raw + extra)
+        unknown = 0xFFFFFFFF if wide else 0
+        numbers = (45, _FLAGS, 0, 0, 0x21, 0, unknown, unknown, len(raw), len(extra))
+        self._file.write(pack("<4s5H3I2H", b"PK\x03\x04", *numbers) + raw + extra)
         done = crc = 0
 
         def sink(data: bytes | memoryview) -> None:
@@ -242,10 +242,7 @@ class TorchFileWriter:
                     actual=f"{done} bytes",
                 )
             )
-        end = self._file.tell()
-        self._file.seek(header + 14)
-        self._file.write(pack("<I", crc))
-        self._file.seek(end)
+        self._file.write(pack("<4sIQQ" if wide else "<4s3I", b"PK\x07\x08", crc, size, size))
         self._entries.append((raw, header, size, crc))
 
     def _finish(self) -> None:
@@ -335,5 +332,22 @@ def _directory_entry(raw: bytes, header: int, size: int, crc: int) -> bytes:
     extra = pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size = size if size < _WIDE else 0xFFFFFFFF
     header = header if header < _WIDE else 0xFFFFFFFF
-    numbers = (45, 45, 0x800, 0, 0, 0x21, crc, size, size, len(raw), len(extra), 0, 0, 0, 0, header)
+    numbers = (
+        45,
+        45,
+        _FLAGS,
+        0,
+        0,
+        0x21,
+        crc,
+        size,
+        size,
+        len(raw),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        header,
+    )
     return pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers) + raw + extra
