@@ -62,6 +62,13 @@ RUNS = {"to_hf": "keys.leaves", "from_hf": "keys.import"}
 _HF, _REF = ("adapter", "native", "hf"), ("adapter", "native", "reference")
 _OUT, _JOB = ("to_hf",), ("job",)
 _PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
+# What a search would only find again.
+_WHOLE = (
+    *("keys.leaves", "keys.total", "keys.exact", "keys.import", "keys.high-numbers"),
+    *("keys.layers", "keys.partial", "shapes.exact", "shapes.native", "dtypes.policy", *_PINNED),
+    *("values.native-round-trip", "values.hf-round-trip"),
+    *("purity.stateless", "purity.repeat", "purity.order"),
+)
 
 
 def _manager(check_id: str, why: str, kinds: str, *, after: tuple[str, ...] = ()) -> Check:
@@ -109,6 +116,7 @@ CONTRACT: tuple[Check, ...] = (
     Check("purity.order", 2, "The order of the dict does not matter."),
     Check("purity.aliasing", 2, "No two outputs share an element."),
     Check("purity.contiguous-when-saved", 2, "A saved output holds its own bytes.", runs=_OUT),
+    Check("values.drawn", 2, "Drawn parts, orders, dtypes and sizes convert alike.", after=_WHOLE),
     Check("files.index", 3, "Index, headers and keys agree; every file opens.", (), ()),
     Check(
         "files.reread", 3, "What was written is read back bit for bit.", (), (), ("files.index",)

@@ -24,6 +24,8 @@ from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
 
 SEED = 20261201
 Progress = Callable[[str, int, int], None]
+# Checks that draw cases; each repeats one of them.
+SEARCHING = ("values.drawn", "files.reread")
 # Checks that go through every pair of the subject's splits.
 _RESHARDED = ("reshard.full", "reshard.next-step", "reshard.hf")
 
@@ -39,6 +41,7 @@ def check(
     without: Sequence[str] = (),
     degrees: Sequence[Any] = (),
     device: str | None = None,
+    example: str = "",
     progress: Progress | None = None,
 ) -> Report:
     """Run subjects through the contract and return every cell.
@@ -47,6 +50,7 @@ def check(
     degrees   parallel degrees for the chapter reshard, in place of the subjects' own
     device    cpu, npu or cuda: where the tensors of conversions and files lie; None is the
               environment variable TORCHTITAN_CKPT_DEVICE, else cpu
+    example   the one case that a searching check is to repeat, as its finding printed it
     progress  called before each cell with its id, its number from 0, and how many there are
     Raises ConfigError for ids that are not in the contract, DeviceError for a device that is not
     usable.
@@ -57,6 +61,14 @@ def check(
     resolved = [resolve(s) if isinstance(s, str) else s for s in found]
     known(without, "without")
     chosen = [c for c in select(checks, level=level, version=version) if c.id not in without]
+    if example and [c.id for c in chosen if c.id not in SEARCHING]:
+        raise ConfigError(
+            Problem(
+                code="check.no-example",
+                what="--example repeats a case of a check that searches, and of no other",
+                expected=" or ".join(f"--check {check_id}" for check_id in SEARCHING),
+            )
+        )
     names = [s.name for s in resolved]
     if len(set(names)) != len(names):
         raise ConfigError(
@@ -68,10 +80,16 @@ def check(
     cells: list[Cell] = []
     notes: list[str] = []
     for subject in resolved:
-        known(subject.expect, f"expect of subject {subject.name}")
         if degrees:
             subject = replace(subject, degrees=tuple(degrees))
-        bench = Bench(subject, seed=seed, max_elements=max_elements, without=without, device=where)
+        bench = Bench(
+            subject,
+            seed=seed,
+            max_elements=max_elements,
+            without=without,
+            device=where,
+            example=example,
+        )
         for clause in chosen:
             if progress:
                 progress(f"{subject.name}::{clause.id}", len(cells), len(resolved) * len(chosen))
@@ -120,10 +138,14 @@ class Bench:
         max_elements: int = MAX_ELEMENTS,
         without: Sequence[str] = (),
         device: Device | None = None,
+        example: str = "",
     ) -> None:
+        known(subject.expect, f"expect of subject {subject.name}")
         self.subject = subject
         self.without = frozenset(without)
-        self.lab = Lab(subject, seed=seed, max_elements=max_elements, device=device)
+        self.lab = Lab(
+            subject, seed=seed, max_elements=max_elements, device=device, example=example
+        )
         self.cells: dict[str, Cell] = {}
 
     def run(self, clause: Check) -> Cell:
@@ -170,7 +192,8 @@ class Bench:
                 _ = self.lab.export if direction == "to_hf" else self.lab.imported
             except AdapterRaised:
                 return RUNS[direction]
-        for parent in clause.after:
+        # One case that is repeated is asked for by itself.
+        for parent in () if self.lab.example else clause.after:
             if parent not in self.without and self.run(BY_ID[parent]).verdict in (
                 "fail",
                 "xfail",
@@ -201,7 +224,9 @@ class Bench:
         found = getattr(importlib.import_module(module), function)(self.lab)
         for finding in found:
             yield finding.placed(
-                subject=self.subject.name, check=clause.id, again=self._again(clause)
+                subject=self.subject.name,
+                check=clause.id,
+                again=self._again(clause, finding.example),
             )
 
     def _raised(self, clause: Check, error: AdapterRaised) -> Finding:
@@ -212,7 +237,7 @@ class Bench:
             remedy="see the place named above",
         ).placed(subject=self.subject.name, check=clause.id, again=self._again(clause))
 
-    def _again(self, clause: Check) -> str:
+    def _again(self, clause: Check, example: str = "") -> str:
         name = shlex.quote(self.subject.name)
         seed = "" if self.lab.seed == SEED else f" --seed {self.lab.seed}"
         label = self.lab.device.label.replace("npu-simulated", "npu-sim")
@@ -222,7 +247,8 @@ class Bench:
             for d in self.subject.degrees
             if clause.chapter in ("reshard", "seed")
         )
-        return f"torchtitan-ckpt check {name} --check {clause.id}{seed}{device}{degrees}"
+        case = f" --example {shlex.quote(example)}" if example else ""
+        return f"torchtitan-ckpt check {name} --check {clause.id}{case}{seed}{device}{degrees}"
 
     def _cell(
         self,

@@ -59,8 +59,11 @@ class Lab:
         seed: int,
         max_elements: int = MAX_ELEMENTS,
         device: Device | None = None,
+        example: str = "",
     ) -> None:
         self.subject = subject
+        self.example = example  # the one case that a search is to repeat
+        self._resized: dict[tuple[tuple[str, int], ...], Lab] = {}
         self.seed = seed
         self.max_elements = max_elements
         self.device = device or Device(DeviceKind.CPU)
@@ -98,6 +101,22 @@ class Lab:
         if found is None:
             raise NotApplicable("the subject supplies no HF key list and no reference")
         return found
+
+    def resized(self, sizes: Mapping[str, int]) -> Lab:
+        """The lab of the subject's model of other sizes; made once, and this one for none."""
+        if not sizes:
+            return self
+        key = tuple(sorted(sizes.items()))
+        if key not in self._resized:
+            if self.subject.resized is None:
+                raise NotApplicable("the subject makes no model of another size (resized)")
+            self._resized[key] = Lab(
+                self.subject.resized(**sizes),
+                seed=self.seed,
+                max_elements=self.max_elements,
+                device=self.device,
+            )
+        return self._resized[key]
 
     # -- calling the adapter ------------------------------------------------------------------
 

@@ -1,14 +1,133 @@
-"""Search by Hypothesis behind the deterministic cases: parts of a model, orders, shapes, dtypes.
+"""Search by Hypothesis behind the deterministic cases: parts, orders, dtypes, sizes, files.
 
-Derandomized and without a database: a run with the same seed draws the same cases.
+Derandomised and without a database: a run with the same seed draws the same cases. What is found is
+shrunk, and has a text that repeats it by itself (`--example`). Nothing here judges.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from conformance.template import Leaf
+from torchtitan_ckpt.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+T = TypeVar("T")
+F = TypeVar("F")
+# How often a found case is tried to be made smaller.
+_SHRINKS = 200
+
+
+def smallest(
+    cases: SearchStrategy[T], judge: Callable[[T], list[F]], *, seed: int, number: int
+) -> tuple[T, list[F]] | None:
+    """Of `number` drawn cases the smallest that `judge` has findings about, with them; or None."""
+    from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+    from hypothesis import seed as seeded
+
+    class Found(Exception):
+        pass
+
+    known: dict[str, list[F]] = {}
+    last: list[tuple[T, list[F]]] = []
+
+    @seeded(seed)
+    @settings(
+        max_examples=number,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        report_multiple_bugs=False,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases)
+    def run(case: T) -> None:
+        name = repr(case)
+        if name not in known:
+            known[name] = judge(case) if not last or len(known) < number + _SHRINKS else []
+        if known[name]:
+            last[:] = [(case, known[name])]
+            raise Found
+
+    try:
+        run()
+    except Found:
+        return last[0]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to hand a model to an adapter.
+
+    sizes   what another model is made with, or nothing: the subject's own
+    part    the layers (`layers.3`) and single keys that are there, or nothing: all
+    order   `own`, `reversed`, `by-name` or `shuffled-<n>`
+    dtypes  `own`, `bfloat16`, or `dealt-<n>`: several in one model
+    """
+
+    sizes: tuple[tuple[str, int], ...] = ()
+    part: tuple[str, ...] = ()
+    order: str = "own"
+    dtypes: str = "own"
+
+    def __str__(self) -> str:
+        words = [f"{name}={size}" for name, size in self.sizes]
+        if self.part:
+            words.append(f"part={','.join(self.part)}")
+        return " ".join([*words, f"order={self.order}", f"dtypes={self.dtypes}"])
+
+    @classmethod
+    def read(cls, text: str) -> Case:
+        """The case of a text. Raises ConfigError for a text that is none."""
+        pairs = dict(word.partition("=")[::2] for word in text.split())
+        order, dtypes = pairs.pop("order", "own"), pairs.pop("dtypes", "own")
+        part = tuple(filter(None, pairs.pop("part", "").split(",")))
+        known = re.fullmatch(r"own|reversed|by-name|shuffled-\d+", order)
+        if not known or not all(size.isdigit() for size in pairs.values()):
+            raise _no_example(text, "layers=3 part=layers.1,norm.weight order=reversed dtypes=own")
+        return cls(tuple((k, int(v)) for k, v in pairs.items()), part, order, dtypes)
+
+    def ordered(self, state: Mapping[str, T]) -> dict[str, T]:
+        """The same entries in this order."""
+        keys = sorted(state) if self.order == "by-name" else list(state)
+        if self.order == "reversed":
+            keys.reverse()
+        if self.order.startswith("shuffled-"):
+            random.Random(int(self.order.removeprefix("shuffled-"))).shuffle(keys)
+        return {key: state[key] for key in keys}
+
+
+def cases(
+    units: Sequence[str], sizes: Mapping[str, Sequence[int]], deals: int
+) -> SearchStrategy[Case]:
+    """Cases of a model of these units (layers and single keys); a simple one is a small one."""
+    from hypothesis import strategies as st
+
+    orders = st.sampled_from(("own", "reversed", "by-name")) | st.integers(0, 9).map(
+        "shuffled-{}".format
+    )
+    dealt = ["own", "bfloat16", *(f"dealt-{n}" for n in range(deals))]
+    layers = [unit for unit in units if unit.rpartition(".")[2].isdigit()]
+    parts: SearchStrategy[tuple[str, ...]] = st.just(())
+    for some in filter(None, (layers, list(units))):
+        parts |= st.lists(st.sampled_from(some), min_size=1, max_size=4, unique=True).map(tuple)
+    found = st.builds(
+        Case, st.just(()), parts if units else st.just(()), orders, st.sampled_from(dealt)
+    )
+    if not sizes:
+        return found
+    others = {name: st.sampled_from(list(values)) for name, values in sizes.items()}
+    drawn = st.fixed_dictionaries({}, optional=others).map(lambda one: tuple(one.items()))
+    resized = st.builds(Case, drawn, st.just(()), orders, st.sampled_from(("own", "bfloat16")))
+    return found | resized
 
 
 def subsets(
@@ -27,32 +146,43 @@ def subsets(
 _DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool", "float64")
 
 
-def shapes_and_dtypes(seed: int, number: int = 12) -> Iterator[tuple[str, dict[str, Leaf]]]:
-    """State dicts to be written to files, drawn by Hypothesis: shapes, dtypes, keys, orders."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
+def states() -> SearchStrategy[dict[str, Leaf]]:
+    """State dicts to be written to files: shapes, dtypes, keys, orders."""
     from hypothesis import strategies as st
 
-    drawn: list[dict[str, Leaf]] = []
     leaf = st.builds(
         Leaf,
         st.lists(st.integers(0, 5), max_size=4).map(tuple),
         st.sampled_from(_DTYPES),
     )
     key = st.from_regex(r"[a-z]{1,3}(\.[0-9]{1,2}){0,2}\.[a-z_]{1,8}", fullmatch=True)
+    return st.dictionaries(key, leaf, min_size=1, max_size=6)
 
-    @seeded(seed)
-    @settings(
-        max_examples=number,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
+
+def text_of_state(leaves: Mapping[str, Leaf]) -> str:
+    """`a.w=float32[2,3] a.b=int8[]`."""
+    shapes = {key: ",".join(map(str, leaf.shape)) for key, leaf in leaves.items()}
+    return " ".join(f"{key}={leaf.dtype}[{shapes[key]}]" for key, leaf in leaves.items())
+
+
+def state_of_text(text: str) -> dict[str, Leaf]:
+    """The state of a text. Raises ConfigError for a text that is none."""
+    out = {}
+    for word in text.split():
+        found = re.fullmatch(r"([\w.]+)=(\w+)\[([\d,]*)\]", word)
+        if found is None or found[2] not in _DTYPES:
+            raise _no_example(text, "a.w=float32[2,3] a.b=int8[]")
+        out[found[1]] = Leaf(tuple(int(n) for n in found[3].split(",") if n), found[2])
+    return out
+
+
+def _no_example(text: str, like: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            code="check.no-example",
+            what="--example is not a case of this check's search",
+            expected=f"as in `{like}`",
+            actual=repr(text),
+            fix="copy it from the finding",
+        )
     )
-    @given(st.dictionaries(key, leaf, min_size=1, max_size=6))
-    def draw(leaves: dict[str, Leaf]) -> None:
-        drawn.append(leaves)
-
-    draw()
-    for index, leaves in enumerate(drawn):
-        yield f"drawn state {index} (seed {seed})", leaves

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,6 +82,8 @@ class Subject:
     trainer     what Python is given to run such a job; flags follow, as the guide has them
     expect      check id -> reason why it is known to fail
     degrees     parallel degrees for the chapters `reshard` and `seed`: words as "fsdp2 x tp2"
+    sizes       name -> other sizes of the model that a search may draw, the simplest first
+    resized     `(**some of those sizes) -> Subject`: the same adapter on a model of these sizes
     values_on   which layers values are checked on: None (the gate decides by size) or numbers
     notes       where the inputs come from, printed with the report
     """
@@ -101,6 +103,8 @@ class Subject:
     manager: Callable[..., Any] | None = None
     job: str | None = None
     trainer: tuple[str, ...] = ("-m", "torchtitan_ckpt.train")
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    resized: Callable[..., Subject] | None = None
     values_on: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
 

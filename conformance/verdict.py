@@ -24,6 +24,7 @@ class Finding:
     coordinate  where inside the first key          expected/actual     at that place
     cause       the likely cause                    remedy              the next step
     again       the command that repeats it         oracle              what it was compared with
+    example     the case of a search that shows it, as `--example` takes it
     """
 
     what: str
@@ -34,6 +35,7 @@ class Finding:
     cause: str = ""
     remedy: str = ""
     oracle: str = ""
+    example: str = ""
     again: str = ""
     check: str = ""
     subject: str = ""

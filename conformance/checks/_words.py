@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+from conformance.fingerprint import State, same_bits
 from conformance.subject import template_of
 
 T = TypeVar("T")
@@ -25,6 +26,19 @@ def by_words(items: Mapping[str, T]) -> Iterator[tuple[T, list[str]]]:
         groups.setdefault((template_of(key), words), []).append(key)
     for (_, words), keys in groups.items():
         yield words, keys
+
+
+def otherwise(wanted: State, have: State) -> dict[str, str]:
+    """Key -> how `have` differs from `wanted`: absent, of another shape, other bits, or new."""
+    wrong = {}
+    for key, value in wanted.items():
+        if key not in have:
+            wrong[key] = "left out"
+        elif tuple(have[key].shape) != tuple(value.shape):
+            wrong[key] = f"shape {tuple(have[key].shape)}"
+        elif not same_bits(value, have[key]):
+            wrong[key] = "another value"
+    return wrong | {k: "a new key" for k in have if k not in wanted}
 
 
 def count(number: int, noun: str) -> str:

@@ -35,34 +35,48 @@ def policy(lab: Lab) -> Iterator[Finding]:
         yield from _findings("from_hf", name, wrong, seen)
 
 
-def _variants(lab: Lab) -> Iterator[tuple[str, Mapping[str, Leaf]]]:
-    def cast(leaf: Leaf, dtype: str) -> Leaf:
-        wide = leaf.dtype in ("float32", "bfloat16", "float16")
-        return Leaf(leaf.shape, dtype) if wide and is_floating(leaf.dtype) else leaf
-
-    yield "the model's own dtypes", lab.native
-    bf16 = {k: cast(leaf, "bfloat16") for k, leaf in lab.native.items()}
-    if bf16 != lab.native:
-        yield "a bf16 model", bf16
-    # Three dtypes dealt out to whole templates, so that no stack mixes them; a few deals tell any
-    # two templates apart, so a tensor that takes its dtype from another one shows.
-    templates = sorted({template_of(lab.alias(k) or k) for k in lab.native})
-    joined = {s for sources in lab.export.sources.values() if len(sources) > 1 for s in sources}
-    deals = 1
-    while 3**deals < len(templates):
-        deals += 1
-    for deal in range(deals if len(lab.export.leaves) <= 5000 else 1):
-        dtype = {t: _DEALT[i // 3**deal % 3] for i, t in enumerate(templates)}
-        yield (
-            "a model of several dtypes",
-            {
-                k: cast(leaf, "bfloat16" if k in joined else dtype[template_of(lab.alias(k) or k)])
-                for k, leaf in lab.native.items()
-            },
-        )
-
-
 _DEALT = ("bfloat16", "float32", "float16")
+
+
+def _variants(lab: Lab) -> Iterator[tuple[str, Mapping[str, Leaf]]]:
+    yield "the model's own dtypes", lab.native
+    if bf16(lab) != lab.native:
+        yield "a bf16 model", bf16(lab)
+    for deal in range(deals(lab) if len(lab.export.leaves) <= 5000 else 1):
+        yield "a model of several dtypes", dealt(lab, deal)
+
+
+def bf16(lab: Lab) -> dict[str, Leaf]:
+    """The native leaves of a model trained in bfloat16."""
+    return {k: _cast(leaf, "bfloat16") for k, leaf in lab.native.items()}
+
+
+def deals(lab: Lab) -> int:
+    """How many deals tell any two templates apart: a dtype taken from another tensor shows."""
+    number = 1
+    while len(_DEALT) ** number < len(_templates(lab)):
+        number += 1
+    return number
+
+
+def dealt(lab: Lab, deal: int) -> dict[str, Leaf]:
+    """The native leaves with dtypes dealt out to whole templates, so that no stack mixes them."""
+    templates = _templates(lab)
+    joined = {s for sources in lab.export.sources.values() if len(sources) > 1 for s in sources}
+    dtype = {t: _DEALT[i // len(_DEALT) ** deal % len(_DEALT)] for i, t in enumerate(templates)}
+    return {
+        k: _cast(leaf, "bfloat16" if k in joined else dtype[template_of(lab.alias(k) or k)])
+        for k, leaf in lab.native.items()
+    }
+
+
+def _templates(lab: Lab) -> list[str]:
+    return sorted({template_of(lab.alias(k) or k) for k in lab.native})
+
+
+def _cast(leaf: Leaf, dtype: str) -> Leaf:
+    """Another dtype for what may have one: wide floats."""
+    return Leaf(leaf.shape, dtype) if leaf.dtype in _DEALT else leaf
 
 
 def _declared(lab: Lab, key: str) -> str | None:

@@ -274,9 +274,9 @@ def partial(lab: Lab) -> Iterator[Finding]:
         raise NotApplicable("the model has no layers to divide into stages")
     seen: set[str] = set()
     small = len(lab.export.leaves) <= 5000
-    components = _components(lab)
-    for name, keys in [*parts, *(subsets(components, lab.seed) if small else ())]:
-        chosen = {k for c in components if keys & c for k in c}
+    together = components(lab)
+    for name, keys in [*parts, *(subsets(together, lab.seed) if small else ())]:
+        chosen = {k for c in together if keys & c for k in c}
         for finding in _part(lab, name, chosen):
             if finding.what not in seen:
                 seen.add(finding.what)
@@ -293,7 +293,7 @@ def _stages(native: Mapping[str, Leaf]) -> list[tuple[str, set[str]]]:
     return [("the first half of the layers", low), ("the second half", set(native) - low)]
 
 
-def _components(lab: Lab) -> list[frozenset[str]]:
+def components(lab: Lab) -> list[frozenset[str]]:
     """Native keys that only convert together: parts of one file tensor, and tied names."""
     groups: dict[str, set[str]] = {key: {key} for key in lab.native}
 
@@ -320,6 +320,8 @@ def _part(lab: Lab, name: str, keys: set[str]) -> Iterator[Finding]:
         return
     wrong = [k for k in wanted if out.sources.get(k) != wanted[k]]
     wrong += [k for k in out.leaves if k not in wanted]
+    # A copy that means nothing to the trainer may wait for what it is a part of.
+    wrong = [k for k in wrong if not lab.hf_only(k)]
     if wrong:
         yield Finding(
             what="to_hf converts a part of the model otherwise than the whole",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.checks._words import by_words, count
+from conformance.checks._words import by_words, count, otherwise
 from conformance.fingerprint import State, bits, same_bits
 from conformance.lab import Direction, Lab
 from conformance.verdict import Finding
@@ -120,16 +120,7 @@ def order(lab: Lab) -> Iterator[Finding]:
 
 
 def _compare(what: str, wanted: State, have: State) -> Iterator[Finding]:
-    wrong = {}
-    for key, value in wanted.items():
-        if key not in have:
-            wrong[key] = "left out"
-        elif tuple(have[key].shape) != tuple(value.shape):
-            wrong[key] = f"shape {tuple(have[key].shape)}"
-        elif not same_bits(value, have[key]):
-            wrong[key] = "another value"
-    wrong |= {k: "a new key" for k in have if k not in wanted}
-    for words, keys in by_words(wrong):
+    for words, keys in by_words(otherwise(wanted, have)):
         yield Finding(
             what=f"{what} gives {count(len(keys), 'tensor')} otherwise",
             keys=tuple(keys),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from conformance.checks._words import by_words, count
+from conformance.checks.values_drawn import drawn
 from conformance.checks.values_flow import dtensor, load, tied
 from conformance.compare import explain
 from conformance.fingerprint import Positions, State, code_of, same_bits
@@ -15,6 +16,7 @@ from conformance.template import Leaf
 from conformance.verdict import Finding
 
 __all__ = [
+    "drawn",
     "dtensor",
     "hf_round_trip",
     "load",

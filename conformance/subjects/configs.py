@@ -7,6 +7,7 @@ sorted as text show. They are nobody's published model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _COMMON: dict[str, Any] = {"dtype": "bfloat16", "tie_word_embeddings": False, "vocab_size": 53}
@@ -84,3 +85,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
 }
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def sizes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Other sizes that a search may draw of a config: few and odd ones, and more than ten."""
+    # One layer has no experts, and torchtitan's adapter of DeepSeek-V3 looks for one that has.
+    found: dict[str, tuple[int, ...]] = {"layers": (2, 3, 14), "heads": (2, 4, 10)}
+    return {**found, "experts": (2, 3, 5, 14)} if _experts(config) else found
+
+
+def resized(
+    config: Mapping[str, Any], *, layers: int = 0, heads: int = 0, experts: int = 0
+) -> dict[str, Any]:
+    """The config of a model of other sizes; 0 leaves one as it is."""
+    made = dict(config)
+    if layers:
+        made["num_hidden_layers"] = layers
+        if "num_hash_layers" in config:
+            made["num_hash_layers"] = min(layers, config["num_hash_layers"])
+        if "compress_ratios" in config:
+            # One more for the layer that predicts a further token, as it was.
+            last = config["num_hidden_layers"]
+            ratios = config["compress_ratios"]
+            made["compress_ratios"] = [ratios[i % last] for i in range(layers)] + ratios[last:]
+    if heads:
+        made["num_attention_heads"] = heads
+        if config["num_key_value_heads"] == config["num_attention_heads"]:
+            made["num_key_value_heads"] = heads
+    if experts:
+        made[_experts(config)] = experts
+    return made
+
+
+def _experts(config: Mapping[str, Any]) -> str:
+    """The field that counts a config's experts, or an empty string."""
+    return next((name for name in _EXPERTS if config.get(name)), "")

@@ -8,6 +8,7 @@ conversion that was written down apart from the tables.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,13 +51,27 @@ class AdapterReference:
 
 def subject(name: str) -> Subject:
     """The shipped subject of a family: this project's adapter on a small config."""
-    from conformance.subjects.configs import CONFIGS
+    from conformance.subjects import configs
 
-    return of_config(name, CONFIGS[name])
+    config = configs.CONFIGS[name]
+    return replace(
+        of_config(name, config),
+        sizes=configs.sizes(config),
+        resized=lambda **sizes: of_config(name, configs.resized(config, **sizes)),
+    )
 
 
-def of_config(name: str, config: Mapping[str, Any], *, job: str | None = None) -> Subject:
-    """This project's adapter on a Hugging Face config; `job` is a folder for the chapter `job`."""
+def of_config(
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    job: str | None = None,
+    files: FileList | None = None,
+) -> Subject:
+    """This project's adapter on a Hugging Face config.
+
+    `job` is a folder for the chapter `job`; `files` what the model's files are known to hold.
+    """
     from torchtitan_ckpt.adapter import MappingAdapter
     from torchtitan_ckpt.mapping import keys
 
@@ -74,6 +89,8 @@ def of_config(name: str, config: Mapping[str, Any], *, job: str | None = None) -
     extras = {**copies, **_extras(mapping)}
 
     def listed() -> FileList:
+        if files is not None:
+            return FileList({**extras, **files.leaves}, files.source)
         if reference is None:
             return FileList(
                 {**_written(mapping), **extras}, f"the family's own list ({mapping.name})"

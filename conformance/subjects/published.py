@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -52,8 +51,8 @@ def subject(name: str) -> Subject:
                 fix=f"did you mean {near}?" if near else "name one of them",
             )
         )
-    made = families.of_config(name, _facts("configs")[published]["config"])
-    return replace(made, hf=FileList(_logical(published), f"the published files of {published}"))
+    files = FileList(_logical(published), f"the published files of {published}")
+    return families.of_config(name, _facts("configs")[published]["config"], files=files)
 
 
 @cache

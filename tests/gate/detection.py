@@ -20,6 +20,7 @@ from conformance.contract import CONTRACT, Check
 from conformance.engine import Bench, one_thread
 from conformance.verdict import Cell
 from tests.specimens.adapters import SPECIMENS as ADAPTERS
+from tests.specimens.drawn import SPECIMENS as DRAWN
 from tests.specimens.files import SPECIMENS as FILES
 from tests.specimens.forward import SPECIMENS as FORWARD
 from tests.specimens.managers import SPECIMENS as MANAGERS
@@ -27,7 +28,7 @@ from tests.specimens.specimen import Specimen
 from tests.specimens.trainers import SPECIMENS as TRAINERS
 
 # Adapters, managers and trainers are subjects apart: each kind has checks that apply to it alone.
-SPECIMENS: tuple[Specimen, ...] = (*ADAPTERS, *FILES, *FORWARD)
+SPECIMENS: tuple[Specimen, ...] = (*ADAPTERS, *DRAWN, *FILES, *FORWARD)
 HERE = tuple(c for c in CONTRACT if c.level <= 4)
 MANAGED = tuple(c for c in CONTRACT if c.needs == ("manager",))
 JOBS = tuple(c for c in CONTRACT if c.chapter == "job")

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from conformance import Subject, check, codec
-from conformance.search import shapes_and_dtypes
+import pytest
+
+from conformance import Report, Subject, check, codec
+from conformance.search import Case, cases, smallest, state_of_text, states, text_of_state
+from conformance.subjects import configs, families
+from tests.specimens import drawn
+from torchtitan_ckpt.cli import main
+from torchtitan_ckpt.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,32 +42,130 @@ class Flat:
             target.copy_(found[key])
 
 
-SUBJECT = Subject("tests.gate.test_search:SUBJECT", codec=Flat())
+HERE = "tests.gate.test_search"
+SUBJECT = Subject(f"{HERE}:SUBJECT", codec=Flat())
+FROM_BEHIND, ODD, DTYPES = (
+    replace(specimen.subject(), name=f"{HERE}:{name}")
+    for name, specimen in zip(("FROM_BEHIND", "ODD", "DTYPES"), drawn.SPECIMENS, strict=True)
+)
+FOUND = {
+    "SUBJECT": ("files.reread", r"a\.a=float64\[1,1,1,1\]|.*=\w+\[\d,\d,\d,\d\]"),
+    "FROM_BEHIND": ("values.drawn", r"part=layers\.\d+,layers\.\d+,layers\.\d+ order=reversed .*"),
+    "ODD": ("values.drawn", "experts=3 order=own dtypes=own"),
+    "DTYPES": ("values.drawn", "order=by-name dtypes=dealt-0"),
+}
 
 
-def test_a_found_example_is_printed_as_a_command_that_repeats_it(tmp_path: Path) -> None:
-    report = check(SUBJECT, checks=["files.reread"])
-    finding = report.findings[0]
-    assert finding.coordinate.startswith("drawn state"), "the listed cases come first and pass"
-    assert finding.again == f"torchtitan-ckpt check {SUBJECT.name} --check files.reread"
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found_is_made_small_and_its_command_repeats_it_without_a_search(
+    name: str, tmp_path: Path
+) -> None:
+    check_id, example = FOUND[name]
+    subject = globals()[name]
+    finding = _found(subject, check_id).findings[0]
+    assert re.fullmatch(example, finding.example), finding.example
+    assert finding.again == (
+        f"torchtitan-ckpt check {HERE}:{name} --check {check_id} "
+        f"--example {shlex.quote(finding.example)}"
+    )
     words = [*shlex.split(finding.again)[1:], "--json", str(tmp_path / "r.json")]
+    # Another process, other hashes, no Hypothesis: what is repeated is the case, not the search.
+    (tmp_path / "hypothesis.py").write_text("raise ImportError('this run searches nothing')")
     done = subprocess.run(
         [sys.executable, "-m", "torchtitan_ckpt", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONHASHSEED": "7"},
         capture_output=True,
         check=False,
     )
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     again = json.loads((tmp_path / "r.json").read_text())["cells"][0]["findings"][0]
-    same = ("what", "coordinate", "expected", "actual")
+    same = ("what", "coordinate", "expected", "actual", "example", "again")
     assert {k: again[k] for k in same} == {k: getattr(finding, k) for k in same}
     assert again["keys"] == list(finding.keys)
 
 
-def test_another_seed_draws_other_cases_and_says_so() -> None:
-    assert list(shapes_and_dtypes(1)) == list(shapes_and_dtypes(1))
-    assert list(shapes_and_dtypes(1)) != list(shapes_and_dtypes(2))
-    report = check(SUBJECT, checks=["files.reread"], seed=2)
+def _found(subject: Subject, check_id: str, **options: Any) -> Report:
+    """A run in which nothing that is written down fails."""
+    report = check(subject, checks=[check_id], **options)
+    assert report.cells[0].verdict == "fail", report.text()
+    return report
+
+
+def test_another_seed_draws_other_cases_and_the_same_seed_the_same() -> None:
+    def drawn_by(seed: int) -> list[str]:
+        seen: list[str] = []
+        smallest(cases(["layers.0", "norm"], {"heads": (2, 4)}, 2), seen_by(seen), seed=seed,
+                 number=20)  # fmt: skip
+        return seen
+
+    def seen_by(seen: list[str]) -> Any:
+        return lambda case: seen.append(str(case)) or []
+
+    assert drawn_by(1) == drawn_by(1)
+    assert drawn_by(1) != drawn_by(2)
+    assert {word.partition("=")[0] for text in drawn_by(1) for word in text.split()} == {
+        "heads",
+        "part",
+        "order",
+        "dtypes",
+    }
+    report = _found(SUBJECT, "files.reread", seed=2)
     assert all(finding.again.endswith("--seed 2") for finding in report.findings)
-    assert report.findings
+
+
+def test_the_smallest_case_is_told_and_a_search_without_findings_ends() -> None:
+    from hypothesis import strategies as st
+
+    found = smallest(st.integers(0, 1000), lambda n: [n] * (n > 37), seed=3, number=50)
+    assert found == (38, [38])
+    assert smallest(st.integers(0, 1000), lambda n: [], seed=3, number=50) is None
+
+
+def test_texts_of_cases_are_read_back() -> None:
+    for case in (Case(), Case((("layers", 3), ("heads", 2)), ("layers.1", "n.w"), "shuffled-4")):
+        assert Case.read(str(case)) == case
+    smallest(states(), lambda s: [] if state_of_text(text_of_state(s)) == s else [s], seed=1,
+             number=50)  # fmt: skip
+    for text in ("order=upside-down", "layers=many", "nothing"):
+        with pytest.raises(ConfigError, match="copy it from the finding"):
+            Case.read(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--check", "keys.total", "--example", "order=own"], "a check that searches"),
+        (["--check", "values.drawn", "--example", "part=layers.77"], "layers.77"),
+        (["--check", "values.drawn", "--example", "dtypes=dealt-99"], "dealt-99"),
+        (["--check", "values.drawn", "--example", "widths=3"], "widths"),
+        (["--check", "files.reread", "--example", "a=b"], "a.w=float32"),
+    ],
+)
+def test_an_example_that_is_none_is_a_usage_error(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{HERE}:ODD", *words]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("name", configs.CONFIGS)
+def test_every_size_that_a_family_offers_is_one_that_it_has(name: str) -> None:
+    """One value of each size at a time, on meta tensors, against the other implementation."""
+    subject = families.subject(name)
+    assert subject.resized is not None
+    whole = len(subject.native)
+    for size, values in subject.sizes.items():
+        other = subject.resized(**{size: values[0]})
+        assert len(other.native) < whole or {
+            key: leaf for key, leaf in other.native.items() if subject.native[key] != leaf
+        }
+        report = check(replace(other, name=size), level=1, checks=["keys.exact", "shapes.exact"])
+        assert report.counts["pass"] == 2, report.text()
+
+
+def test_a_subject_of_one_size_is_searched_at_that_size() -> None:
+    subject = replace(ODD, sizes={}, resized=None)
+    assert check(subject, checks=["values.drawn"]).counts["pass"] == 1

@@ -22,6 +22,8 @@ SPARSE = (1, 11)  # layers with experts: enough to be wrong in, few enough to be
 # Six a head: with four, the two rotary orders would be the same permutation.
 LAYERS, EXPERTS, DIM, HEADS, KV, HEAD, HIDDEN, VOCAB = 12, 12, 10, 3, 2, 6, 7, 13
 State = dict[str, Any]
+# What a search may draw, for adapters that know no size by heart.
+SIZES = {"layers": (1, 2, 3, 13), "experts": (1, 2, 3, 5, 13)}
 LAYER: dict[str, tuple[tuple[int, ...], str]] = {
     "attn.wq.weight": ((HEADS * HEAD, DIM), "float32"),
     "attn.wk.weight": ((KV * HEAD, DIM), "float32"),
@@ -45,10 +47,10 @@ TOP: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-def native(layers: int = LAYERS) -> dict[str, tuple[tuple[int, ...], str]]:
+def native(layers: int = LAYERS, experts: int = EXPERTS) -> dict[str, tuple[tuple[int, ...], str]]:
     """Key -> (shape, dtype) of the model."""
     middle = {
-        f"layers.{i}.{k}": leaf
+        f"layers.{i}.{k}": ((experts, *leaf[0][1:]), leaf[1]) if k.startswith("moe.") else leaf
         for i in range(layers)
         for k, leaf in LAYER.items()
         if i in SPARSE or not k.startswith("moe.")
@@ -88,6 +90,8 @@ def interleave(value: Any, heads: int) -> Any:
 
 class Right:
     """The adapter of the invented model."""
+
+    count = EXPERTS  # of a model of another size, another
 
     def __init__(self, hf_assets_path: str | None = None) -> None:
         self.fqn_to_index_mapping: dict[str, int] | None = None
@@ -178,9 +182,9 @@ class Right:
                 found = experts.get((layer, kind))
                 if found is None:
                     continue
-                if sorted(found) != list(range(EXPERTS)):
+                if sorted(found) != list(range(self.count)):
                     raise ValueError(f"experts of model.layers.{layer} {kind}: {sorted(found)}")
-                stacks[kind] = torch.stack([found[i] for i in self.experts(EXPERTS)])
+                stacks[kind] = torch.stack([found[i] for i in self.experts(self.count)])
             if ("gate_proj" in stacks) != ("up_proj" in stacks):
                 raise ValueError(f"half of gate and up of model.layers.{layer}")
             if "gate_proj" in stacks:
@@ -208,11 +212,19 @@ class Reference:
 
     name = "the right adapter"
 
+    def __init__(self, experts: int = EXPERTS) -> None:
+        self.made = sized(Right, experts)
+
     def to_hf(self, state_dict: State) -> State:
-        return Right().to_hf(dict(state_dict))
+        return self.made().to_hf(dict(state_dict))
 
     def from_hf(self, hf_state_dict: State) -> State:
-        return Right().from_hf(dict(hf_state_dict))
+        return self.made().from_hf(dict(hf_state_dict))
+
+
+def sized(adapter: Any, experts: int) -> Any:
+    """The adapter of a model of so many experts."""
+    return type(adapter.__name__, (adapter,), {"count": experts})
 
 
 def files() -> dict[str, tuple[tuple[int, ...], str]]:
@@ -254,6 +266,16 @@ def subject(
     **more: Any,
 ) -> Subject:
     """A Subject of the invented model; `listed` and `referenced` give the gate its two oracles."""
+
+    def resized(layers: int = LAYERS, experts: int = EXPERTS) -> Subject:
+        return Subject(
+            name=name,
+            adapter=sized(adapter, experts),
+            native=native(layers, experts),
+            reference=Reference(experts) if referenced else None,
+            capabilities=capabilities or Capabilities(quantized=True),
+        )
+
     return Subject(
         name=name,
         adapter=adapter,
@@ -261,6 +283,7 @@ def subject(
         hf=files() if listed is True else listed or None,
         reference=Reference() if referenced else None,
         capabilities=capabilities or Capabilities(quantized=True),
+        resized=resized,
         **more,
     )
 

@@ -41,6 +41,8 @@ class Args:
     Without it the environment variable TORCHTITAN_CKPT_DEVICE decides, else cpu."""
     seed: int = 20261201
     """Seed of all values; the report prints it."""
+    example: str = ""
+    """Only this case of a check that searches, as its finding printed it."""
     max_elements: int = 48_000_000
     """Check values on at most this many elements; larger models are checked on some layers."""
     json: Path | None = None
@@ -75,6 +77,7 @@ def run(args: Args) -> int:
             max_elements=args.max_elements,
             degrees=args.degrees,
             device=args.device,
+            example=args.example,
             progress=progress,
         )
     _write(args, report)
