@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The device chapter on the accelerator of this machine, and one report about it.
 #
-#   bash scripts/on_device.sh [--device npu|cuda] [--report FILE] [arguments for pytest]
+#   bash scripts/on_device.sh [--device npu|cuda] [--share] [--report FILE] [arguments for pytest]
 #
-# The report says at its top whether the device was real. PYTHON names the interpreter (default:
-# python3) that holds torch, torch_npu where there are NPUs, and this project.
+# The report says at its top whether the device was real. What wants more devices than there are is
+# skipped; with --share the ranks share one CUDA device and talk over gloo. PYTHON names the
+# interpreter (default: python3) that holds torch, torch_npu where there are NPUs, and this project.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,6 +14,7 @@ report=on_device_report.txt
 while [ $# -gt 0 ]; do
     case $1 in
         --device) export TORCHTITAN_CKPT_DEVICE=$2 && shift 2 ;;
+        --share) export TORCHTITAN_CKPT_SHARE_DEVICE=1 && shift ;;
         --report) report=$2 && shift 2 ;;
         *) break ;;
     esac
@@ -51,6 +53,8 @@ if found.kind is device.DeviceKind.CPU:
     sys.exit(2)
 kind = f"SIMULATED DEVICE: {device.SIMULATED}" if found.simulated else "REAL DEVICE"
 print(f"{kind}\n{found.describe()}")
+if found.shared:
+    print("ranks share the device and talk over gloo: nothing here is about NCCL")
 memory = found.memory()
 print(f"memory: {memory.total / 2**30:.1f} GiB each")
 for package in ("torch", "torch_npu", "torchtitan-ckpt", "safetensors", "numpy"):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTOLOAD_ENV",
     "ENV",
+    "SHARE_ENV",
     "SIMULATED",
     "Device",
     "DeviceKind",
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 ENV = "TORCHTITAN_CKPT_DEVICE"
+SHARE_ENV = "TORCHTITAN_CKPT_SHARE_DEVICE"  # to try several ranks where there is one CUDA device
 
 # The words every report uses for the stand-in: it is never called validated.
 SIMULATED = "simulated Ascend device (real torch_npu, simulated CANN)"
@@ -129,7 +131,12 @@ class Device:
     @property
     def backend(self) -> str:
         """What `init_process_group` wants: objects always travel over gloo."""
-        return _BACKEND.get(self.kind, "gloo")
+        return "gloo" if self.shared else _BACKEND.get(self.kind, "gloo")
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks may share a device. NCCL and HCCL want one for each, gloo does not."""
+        return self.kind is DeviceKind.CUDA and os.environ.get(SHARE_ENV) == "1"
 
     @property
     def count(self) -> int:
@@ -167,6 +174,8 @@ class Device:
         """
         if self.kind is DeviceKind.CPU:
             return self.at()
+        if self.shared:
+            local_rank %= self.count
         if not 0 <= local_rank < self.count:
             raise DeviceError(
                 Problem(

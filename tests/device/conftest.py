@@ -8,8 +8,9 @@ with the reason, which is never counted as passed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,6 @@ from torchtitan_ckpt import device
 from torchtitan_ckpt.errors import CheckpointError
 
 HERE = Path(__file__).parent
-WORLD = 4
 
 
 def _missing() -> str:
@@ -51,11 +51,25 @@ def pytest_report_header() -> str:
     return f"device: {missing or device.current().describe()}"
 
 
+class Ranks(RankPool):
+    """A pool that skips what wants more ranks than there are devices."""
+
+    def run(self, fn: Callable[..., Any], n: int, *args: Any, **options: Any) -> list[Any]:
+        if n > self.size:
+            pytest.skip(f"wants {n} devices, and here are {self.size}")
+        return super().run(fn, n, *args, **options)
+
+
+def _pool(most: int) -> Ranks:
+    found = device.current()
+    size = most if found.shared else min(most, found.count)
+    return Ranks(size, backend=found.backend, start_method="spawn")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Up to four ranks, each with a device of its own."""
-    found = device.current()
-    with RankPool(min(WORLD, found.count), backend=found.backend, start_method="spawn") as pool:
+    """Up to four ranks, each with a device of its own or, where asked for, sharing one."""
+    with _pool(4) as pool:
         yield pool
 
 
@@ -65,12 +79,11 @@ def lazy_ranks() -> Iterator[RankPool]:
 
     On real hardware there is no such mode: there these are ordinary ranks.
     """
-    found = device.current()
     before = os.environ.get("NPUSIM_LAZY")
-    with RankPool(2, backend=found.backend, start_method="spawn") as pool:
+    with _pool(2) as pool:
         os.environ["NPUSIM_LAZY"] = "1"
         try:
-            pool.run(_started, 2, timeout=120)
+            pool.run(_started, pool.size, timeout=120)
         finally:
             if before is None:
                 del os.environ["NPUSIM_LAZY"]
@@ -80,4 +93,4 @@ def lazy_ranks() -> Iterator[RankPool]:
 
 
 def _started() -> None:
-    """Something to start the processes with."""
+    """The environment is read when a rank starts."""

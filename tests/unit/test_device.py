@@ -100,6 +100,23 @@ def test_backends():
     assert device.Device(device.DeviceKind.CUDA).backend == "cpu:gloo,cuda:nccl"
 
 
+def test_ranks_share_one_cuda_device_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    chosen: list[int] = []
+    module = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
+    monkeypatch.setattr(device.Device, "module", module)
+    cuda, npu = (device.Device(device.DeviceKind(kind)) for kind in ("cuda", "npu"))
+    monkeypatch.setattr(device, "_made", str)
+    monkeypatch.setenv(device.SHARE_ENV, "1")
+    assert [cuda.select(rank) for rank in range(4)] == ["cuda:0", "cuda:1"] * 2
+    assert (cuda.backend, chosen) == ("gloo", [0, 1, 0, 1])
+    assert npu.backend == "cpu:gloo,npu:hccl", "gloo moves no tensors of NPUs"
+    monkeypatch.delenv(device.SHARE_ENV)
+    assert cuda.backend == "cpu:gloo,cuda:nccl"
+    for found in (cuda, npu):
+        with pytest.raises(DeviceError, match="local rank 2 has no"):
+            found.select(2)
+
+
 # ------------------------------------------------------------------ what a cpu offers
 
 
