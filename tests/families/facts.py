@@ -1,32 +1,21 @@
-"""The published facts of fixtures/published, expanded; and helpers that families' tests share."""
+"""The published facts of fixtures/published, and helpers that families' tests share."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from conformance.subjects.published import FACTS as FOLDER
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.mapping.mapping import Mapping
 from torchtitan_ckpt.mapping.rule import NativeOnly, Tied
 
-FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "published"
 CONFIGS: dict[str, Any] = json.loads((FOLDER / "configs.json").read_text())
 KEYS: dict[str, Any] = json.loads((FOLDER / "keys.json").read_text())
 TINY: dict[str, Any] = json.loads((FOLDER / "tiny_configs.json").read_text())
 NATIVE: dict[str, Any] = json.loads((FOLDER / "native_names.json").read_text())
-
-DTYPES = {
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I8": "int8",
-    "U8": "uint8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-}
 
 # Which generation and switches write a published file key for key.
 EXPORTS = {
@@ -40,29 +29,6 @@ EXPORTS = {
     "Llama-3.1-8B": ("titan", ()),
     "gpt-oss-20b": ("titan", ()),
 }
-
-
-def published(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Every tensor of a published checkpoint: shape and dtype."""
-    out: dict[str, tuple[tuple[int, ...], str]] = {}
-    for pattern, count, shape, dtype, layers, mtp in KEYS[name]["patterns"]:
-        keys = [pattern]
-        for placeholder, text in (("{layer}", layers), ("{mtp}", mtp), ("{expert}", "")):
-            if placeholder in pattern:
-                numbers = _numbers(text) if text else range(count // len(keys))
-                keys = [key.replace(placeholder, str(n)) for key in keys for n in numbers]
-        assert len(keys) == count, pattern
-        out.update({key: (tuple(shape), DTYPES[dtype]) for key in keys})
-    assert len(out) == KEYS[name]["tensors"]
-    return out
-
-
-def _numbers(text: str) -> list[int]:
-    out: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        out.extend(range(int(first), int(last or first) + 1))
-    return out
 
 
 def meta(entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:

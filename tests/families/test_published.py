@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from tests.families.facts import CONFIGS, EXPORTS, KEYS, meta, published
+from conformance.subjects.published import tensors as published
+from tests.families.facts import CONFIGS, EXPORTS, KEYS, meta
 from torchtitan_ckpt.families import get
 from torchtitan_ckpt.mapping import keys
 from torchtitan_ckpt.mapping.planner import plan_to_hf
