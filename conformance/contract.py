@@ -9,6 +9,7 @@ when named. This module imports no torch, so that listing the contract is quick.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
@@ -254,7 +255,11 @@ BY_ID: dict[str, Check] = {check.id: check for check in CONTRACT}
 def select(
     globs: Sequence[str] = (), *, level: int | None = None, version: str = VERSION
 ) -> tuple[Check, ...]:
-    """Checks by glob and highest level; a glob that matches nothing is an error."""
+    """Checks by glob and highest level; a glob that matches nothing is an error.
+
+    Without globs, those of the contract's `version`; ConfigError for one that is not known here.
+    """
+    _known_version(version)
     for glob in globs:
         if not fnmatch.filter(BY_ID, glob):
             raise _unknown("--check", glob)
@@ -268,6 +273,19 @@ def select(
             else check.since <= version
         )
     )
+
+
+def _known_version(version: str) -> None:
+    every = sorted({VERSION, *(check.since for check in CONTRACT)})
+    if not re.fullmatch(r"\d{4}\.\d{2}", version) or version > every[-1]:
+        raise ConfigError(
+            Problem(
+                code="check.unknown-contract",
+                what=f"no version {version!r} of the contract is known here",
+                expected=f"{every[0]} to {every[-1]}",
+                fix=f"name one of {', '.join(every)}, or install a newer torchtitan-ckpt",
+            )
+        )
 
 
 def known(ids: Iterable[str], where: str) -> None:

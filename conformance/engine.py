@@ -47,6 +47,7 @@ def check(
     """Run subjects through the contract and return every cell.
 
     checks    globs of ids; level: the highest level; without: ids that are left out
+    version   of the contract: checks that came with a later one are previews, and run when named
     degrees   parallel degrees for the chapter reshard, in place of the subjects' own
     device    cpu, npu or cuda: where the tensors of conversions and files lie; None is the
               environment variable TORCHTITAN_CKPT_DEVICE, else cpu
@@ -99,7 +100,7 @@ def check(
     return Report(
         cells=tuple(cells),
         seed=seed,
-        contract=VERSION,
+        contract=version,
         device=where.label,
         versions=_versions(),
         notes=tuple(notes),

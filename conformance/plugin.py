@@ -41,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ckpt-level", type=int, default=None, metavar="N", help="only checks up to this level"
     )
     group.addoption(
+        "--ckpt-contract",
+        default=None,
+        metavar="VERSION",
+        help="the contract's version; a later one asks for its previews",
+    )
+    group.addoption(
         "--ckpt-device",
         default=None,
         choices=("cpu", "npu", "cuda", "npu-sim"),
@@ -80,12 +86,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Cells of the subjects named on the command line, for the suite's own test."""
     if "ckpt_cell" not in metafunc.fixturenames:
         return
-    from conformance.contract import select
+    from conformance.contract import VERSION, select
     from torchtitan_ckpt.errors import CheckpointError
 
     config = metafunc.config
     try:
-        chosen = select(config.getoption("--ckpt-check"), level=config.getoption("--ckpt-level"))
+        chosen = select(
+            config.getoption("--ckpt-check"),
+            level=config.getoption("--ckpt-level"),
+            version=config.getoption("--ckpt-contract") or VERSION,
+        )
     except CheckpointError as error:
         raise pytest.UsageError(str(error)) from error
     names = list(dict.fromkeys(config.getoption("--ckpt-subject")))

@@ -13,8 +13,9 @@ def parametrize(
     *,
     checks: Iterable[str] = (),
     level: int | None = None,
+    version: str | None = None,
 ) -> Callable[[Any], Any]:
-    """Parametrize a test with `cell`: one test for each subject and check.
+    """Parametrize a test with `cell`: one test for each subject and check, as `check` has them.
 
     The test calls `cell()`, which passes, skips, xfails or fails with the findings:
 
@@ -24,11 +25,11 @@ def parametrize(
     """
     import pytest
 
-    from conformance.contract import select
+    from conformance.contract import VERSION, select
     from conformance.plugin import Runner
 
     found = [subjects] if isinstance(subjects, Subject | str) else list(subjects)
-    chosen = select(tuple(checks), level=level)
+    chosen = select(tuple(checks), level=level, version=version or VERSION)
     runners = [
         pytest.param(Runner(subject, clause), id=f"{_name(subject)}::{clause.id}")
         for subject in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,31 @@ def test_checks_lists_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checks", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [c["id"] for c in listed["checks"]] == [c.id for c in CONTRACT]
+
+
+def test_a_later_version_of_the_contract_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from conformance import contract
+
+    later = tuple(
+        replace(c, since="2027.03") if c.id == "shapes.native" else c for c in contract.CONTRACT
+    )
+    monkeypatch.setattr(contract, "CONTRACT", later)
+    words = ["check", f"{HERE}:GOOD", "--level", "1", "--json=-"]
+
+    def ran(*more: str) -> tuple[str, bool]:
+        assert main([*words, *more]) == 0
+        said = json.loads(capsys.readouterr().out)
+        return said["contract"], "good::shapes.native" in {c["id"] for c in said["cells"]}
+
+    assert ran() == (VERSION, False), "a preview runs when it is named"
+    assert ran("--check", "shapes.native") == (VERSION, True)
+    assert ran("--contract", "2027.03") == ("2027.03", True)
+    assert main([*words, "--contract", "2027.04"]) == 2
+    assert "2026.12 to 2027.03" in capsys.readouterr().err
+    assert main(["checks"]) == 0
+    assert "(preview, 2027.03)" in capsys.readouterr().out
 
 
 def test_a_folder_is_a_subject(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,9 +86,24 @@ def test_unknown_subjects_and_globs_are_told_in_words(project: pytest.Pytester) 
     )
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*no subject is called 'qwen'*"])
-    result = run(project, "--pyargs", "conformance", "--ckpt-subject", "x", "--ckpt-check", "kez")
-    assert result.ret == pytest.ExitCode.INTERRUPTED or result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stdout.fnmatch_lines(["*matches 'kez'*"])
+    for option, value, said in (
+        ("--ckpt-check", "kez", "*matches 'kez'*"),
+        ("--ckpt-contract", "2099.01", "*no version '2099.01' of the contract*"),
+    ):
+        result = run(project, "--pyargs", "conformance", "--ckpt-subject", "x", option, value)
+        assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
+        result.stdout.fnmatch_lines([said])
+
+
+def test_an_expected_id_that_the_contract_does_not_have_fails(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_mine="from conformance import Subject, parametrize\n"
+        "@parametrize(Subject('odd', expect={'keys.totl': 'a typo'}), checks=['keys.leaves'])\n"
+        "def test_contract(cell):\n    cell()\n"
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*did you mean keys.total*"])
 
 
 def test_collecting_an_unrelated_project_imports_no_torch(pytester: pytest.Pytester) -> None:

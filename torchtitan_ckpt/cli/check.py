@@ -34,6 +34,8 @@ class Args:
     """Only checks whose id matches this glob (repeatable)."""
     level: int | None = None
     """Only checks up to this level (1 keys, 2 values, 3 files, 4 forward, 5 ranks)."""
+    contract: str | None = None
+    """The contract's version; a later one asks for its checks, which are previews until then."""
     degrees: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Parallel degrees for the chapters reshard and seed, e.g. "fsdp2 x tp2" (repeatable)."""
     device: Literal["cpu", "npu", "cuda", "npu-sim"] | None = None
@@ -64,6 +66,7 @@ def run(args: Args) -> int:
 
         return ascend_sim.again("torchtitan_ckpt", ["check", *_words(args)], "--device")
     from conformance import report_github, report_json, report_text
+    from conformance.contract import VERSION
     from conformance.engine import check
     from conformance.subjects import main
 
@@ -73,6 +76,7 @@ def run(args: Args) -> int:
             subjects,
             checks=args.check,
             level=args.level,
+            version=args.contract or VERSION,
             seed=args.seed,
             max_elements=args.max_elements,
             degrees=args.degrees,
