@@ -48,15 +48,20 @@ class FileWriter:
         metadata: Mapping[str, str],
         *,
         create: bool = True,
+        verified: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """With `create` the file is made with its header; without, it must be there already."""
+        """With `create` the file is made with its header; without, it must be there already.
+
+        Without `verified` nothing is hashed and `verify` has nothing to compare.
+        """
         self.folder, self.name = folder, name
         self.path = folder / partial_name(name)
         rows = [(entry.key, entry.dtype, entry.shape) for entry in entries]
         self.header, self.items = build_header(rows, metadata)
         last = max((item.start + item.length for item in self.items.values()), default=0)
         self.size = max(last, len(self.header))
+        self._verified = verified
         self._records: list[tuple[_Runs, int]] = []
         self._pending = bytearray()
         self._pending_at = 0
@@ -100,7 +105,7 @@ class FileWriter:
         runs = (start, sizes[:level], tuple(s * width for s in strides[:level]), run)
         for number, at in enumerate(_starts(runs)):
             self._pwrite(at, data[number * run : (number + 1) * run])
-        self._records.append((runs, xxhash.xxh3_64_intdigest(data)))
+        self._remember(runs, data)
 
     def verify(self) -> None:
         """Read everything that was written here once more; raises SaveError where it differs."""
@@ -150,8 +155,11 @@ class FileWriter:
 
     def _write_now(self, offset: int, data: memoryview) -> None:
         self._pwrite(offset, data)
-        runs = (offset, (), (), len(data))
-        self._records.append((runs, xxhash.xxh3_64_intdigest(data)))
+        self._remember((offset, (), (), len(data)), data)
+
+    def _remember(self, runs: _Runs, data: memoryview) -> None:
+        if self._verified:
+            self._records.append((runs, xxhash.xxh3_64_intdigest(data)))
 
     def _pwrite(self, offset: int, data: memoryview) -> None:
         with self._failing("written"):

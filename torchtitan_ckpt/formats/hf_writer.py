@@ -1,8 +1,9 @@
 """Writing a Hugging Face folder from one process, slice by slice, in any order.
 
 All tensors are declared first, so that headers are written and every slice has its place; nothing
-is kept in memory but what is being written. A file whose tensors are complete is closed and read
-back at once. `finish` puts everything in place; until then no reader sees a checkpoint.
+is kept in memory but what is being written. A file whose tensors are complete is closed and, where
+nobody else compares it, read back at once. `finish` puts everything in place; until then no reader
+sees a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,10 +65,13 @@ class HfWriter:
         sync_files: bool,
         resume: str | None,
         progress: Callable[[int], None] | None,
+        *,
+        verified: bool = True,
     ) -> None:
         self._folder, self._layout = folder, layout
         self._metadata = dict(FORMAT_METADATA if metadata is None else metadata)
         self._sync, self._resume, self._progress = sync_files, resume, progress
+        self._verified = verified
         self._entries = {e.key: e for entries in layout.files.values() for e in entries}
         self._file_of = {e.key: name for name, entries in layout.files.items() for e in entries}
         self._open: dict[str, FileWriter] = {}
@@ -151,6 +155,7 @@ class HfWriter:
                 name,
                 self._layout.files[name],
                 self._metadata,
+                verified=self._verified,
                 progress=self._progress,
             )
         return self._open[name]
