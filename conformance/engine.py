@@ -17,7 +17,7 @@ from typing import Any
 
 from conformance.contract import BY_ID, CONTRACT, RUNS, VERSION, Check, known, select
 from conformance.lab import MAX_ELEMENTS, AdapterRaised, Lab, NotApplicable
-from conformance.subject import Subject
+from conformance.subject import Subject, place_of
 from conformance.verdict import Cell, Finding, Report, Verdict
 from torchtitan_ckpt.device import ENV, Device, DeviceKind, current
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
@@ -59,6 +59,7 @@ def check(
     from conformance.subjects import resolve
 
     found = [subjects] if isinstance(subjects, Subject | str) else list(subjects)
+    called = [s if isinstance(s, str) else place_of(s) for s in found]
     resolved = [resolve(s) if isinstance(s, str) else s for s in found]
     known(without, "without")
     chosen = [c for c in select(checks, level=level, version=version) if c.id not in without]
@@ -80,7 +81,7 @@ def check(
     where = device_under_test(device)
     cells: list[Cell] = []
     notes: list[str] = []
-    for subject in resolved:
+    for subject, words in zip(resolved, called, strict=True):
         if degrees:
             subject = replace(subject, degrees=tuple(degrees))
         bench = Bench(
@@ -90,6 +91,7 @@ def check(
             without=without,
             device=where,
             example=example,
+            called=words,
         )
         for clause in chosen:
             if progress:
@@ -140,9 +142,12 @@ class Bench:
         without: Sequence[str] = (),
         device: Device | None = None,
         example: str = "",
+        called: str = "",
     ) -> None:
         known(subject.expect, f"expect of subject {subject.name}")
         self.subject = subject
+        # What a command line calls it, where that is not its own name.
+        self.called = called or place_of(subject) or subject.name
         self.without = frozenset(without)
         self.lab = Lab(
             subject, seed=seed, max_elements=max_elements, device=device, example=example
@@ -239,7 +244,7 @@ class Bench:
         ).placed(subject=self.subject.name, check=clause.id, again=self._again(clause))
 
     def _again(self, clause: Check, example: str = "") -> str:
-        name = shlex.quote(self.subject.name)
+        name = shlex.quote(self.called)
         seed = "" if self.lab.seed == SEED else f" --seed {self.lab.seed}"
         label = self.lab.device.label.replace("npu-simulated", "npu-sim")
         device = "" if label == "cpu" else f" --device {label}"

@@ -7,6 +7,9 @@ bench for each subject and process, so conversions are shared between the tests 
 
 from __future__ import annotations
 
+import os
+import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,6 +128,7 @@ class Runner:
     def cell(self) -> Cell:
         """Run the check on this process's bench for the subject."""
         from conformance.engine import Bench, device_under_test, one_thread
+        from conformance.subject import place_of
         from conformance.subjects import resolve
         from torchtitan_ckpt.errors import CheckpointError
 
@@ -133,12 +137,16 @@ class Runner:
         try:
             if key not in _BENCHES:
                 subject = resolve(name) if isinstance(name, str) else name
-                _BENCHES[key] = Bench(subject, device=device_under_test(_CHOSEN["device"]))
+                _BENCHES[key] = Bench(
+                    subject,
+                    device=device_under_test(_CHOSEN["device"]),
+                    called=name if isinstance(name, str) else "",
+                )
             with one_thread():
                 found: Cell = _BENCHES[key].run(self.clause)
         except CheckpointError as error:
             pytest.fail(str(error), pytrace=False)
-        return found
+        return found if isinstance(name, str) or place_of(name) else _by_its_test(found)
 
     @staticmethod
     def _text(cell: Cell) -> str:
@@ -148,3 +156,11 @@ class Runner:
 
     def __repr__(self) -> str:
         return f"<{self.clause.id}>"
+
+
+def _by_its_test(cell: Cell) -> Cell:
+    """A subject that no command line can name is repeated by the test that holds it."""
+    # pytest sets it to `file::test[parameter] (call)`.
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    again = f"pytest {shlex.quote(test)}"
+    return replace(cell, findings=tuple(replace(one, again=again) for one in cell.findings))

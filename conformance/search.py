@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -57,10 +59,25 @@ def smallest(
             raise Found
 
     try:
-        run()
+        with _no_folder_left():
+            run()
     except Found:
         return last[0]
     return None
+
+
+@contextmanager
+def _no_folder_left() -> Iterator[None]:
+    """Hypothesis keeps notes in `.hypothesis` of the working folder, which is somebody else's."""
+    from hypothesis import configuration
+
+    before = getattr(configuration, "__hypothesis_home_directory", None)
+    with tempfile.TemporaryDirectory() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            configuration.set_hypothesis_home_dir(before)
 
 
 @dataclass(frozen=True, slots=True)

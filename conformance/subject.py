@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -107,6 +108,15 @@ class Subject:
     resized: Callable[..., Subject] | None = None
     values_on: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
+
+
+def place_of(subject: Subject) -> str:
+    """`pkg.mod:NAME` of a subject at the top of an imported module, or an empty string."""
+    for name, module in list(sys.modules.items()):
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is subject and name != "__main__":
+                return f"{name}:{attribute}"
+    return ""
 
 
 def matches(key: str, patterns: Iterable[str]) -> str | None:

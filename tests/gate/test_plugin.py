@@ -47,12 +47,30 @@ def test_cells_are_tests_of_the_third_partys_own_file(project: pytest.Pytester) 
             "*::test_contract?bad::keys.total? FAILED*",
             "*to_hf dropped 1 of 108 native tensors*",
             "*hash.table*",
-            "*again  torchtitan-ckpt check bad --check keys.total*",
+            "*again  pytest 'test_mine.py::test_contract?bad::keys.total?'*",
             "SKIPPED*n/a: the subject supplies no HF key list and no reference*",
         ]
     )
     cases = ElementTree.parse(project.path / "out.xml").getroot().iter("testcase")
     assert "test_contract[good::keys.total]" in {case.get("name") for case in cases}
+
+
+def test_what_a_subject_is_called_on_a_command_line(project: pytest.Pytester) -> None:
+    """A subject of a module by its place, whatever it calls itself; and no folder is left."""
+    project.makepyfile(
+        mine="from tests.specimens import right\nfrom tests.specimens.drawn import PairsExperts\n"
+        "BAD = right.subject('odd', PairsExperts, sizes=right.SIZES)\n",
+        test_mine="from conformance import parametrize\nfrom mine import BAD\n"
+        "@parametrize(BAD, checks=['values.drawn'])\ndef test_contract(cell):\n    cell()\n",
+    )
+    again = "*again  torchtitan-ckpt check mine:BAD --check values.drawn --example 'experts=3 *'*"
+    result = run(project, "test_mine.py")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([again])
+    words = ("--ckpt-subject", "mine:BAD", "--ckpt-check", "values.drawn")
+    result = run(project, "--pyargs", "conformance", *words)
+    result.stdout.fnmatch_lines([again])
+    assert not list(project.path.glob(".hypothesis/*"))
 
 
 def test_k_selects_by_check_and_subject(project: pytest.Pytester) -> None:
