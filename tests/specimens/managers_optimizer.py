@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from conformance.swap import MappedAdamW, SwapAdamW
@@ -47,7 +48,8 @@ class NoneOverMoments(Edited):
         try:
             return self.inner.load(step)
         except CheckpointError as error:
-            if "exp_avg" not in str(error):
+            keys = FileSystemReader(str(self.newest())).read_metadata().state_dict_metadata
+            if "exp_avg" not in str(error) or f"optimizer.state.{KEY}.exp_avg" not in keys:
                 raise
             self.state_of(KEY)["exp_avg"] = None
             return True
@@ -85,14 +87,14 @@ class StepAsATensor(Edited):
 
 class PairedByPosition(Edited):
     def save(self, step: int, last_step: bool = False) -> Any:
-        names = [name for name, _, _ in self.parameters()]
-        if dist.get_world_size() == 1:
-            Path(self.base, "order.json").write_text(json.dumps(names))
+        names, order = [name for name, _, _ in self.parameters()], Path(self.base, "order.json")
+        if len(self.job["optimizers"][0].param_groups) == 2 and not order.is_file():
+            order.write_text(json.dumps(names))
         return self.inner.save(step, last_step)
 
     def loaded(self) -> None:
         order = Path(self.base, "order.json")
-        if dist.get_world_size() > 1 or not order.is_file():
+        if not order.is_file():
             return
         states = {name: o.state.get(p) for name, p, o in self.parameters()}
         for saved, (_, parameter, optimizer) in zip(
@@ -178,10 +180,10 @@ class FirstRateForgotten(Edited):
 
 class NewHyperparameterMissing(Edited):
     def load(self, step: int = -1) -> Any:
-        newest = self.newest()
-        keys = dcp.read_manifest(str(newest)).keys if step == -1 and newest else ()
-        ends = {key.rpartition(".")[2] for key in keys}
-        if "amsgrad" in ends and "decoupled_weight_decay" not in ends:
+        ends: set[str] = set()
+        with contextlib.suppress(CheckpointError):  # an unfinished step
+            ends = {k.rpartition(".")[2] for k in dcp.read_manifest(str(self.newest())).keys}
+        if "capturable" in ends and "decoupled_weight_decay" not in ends:
             raise KeyError("decoupled_weight_decay")
         return self.inner.load(step)
 
