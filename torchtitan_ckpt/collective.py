@@ -41,6 +41,11 @@ class Ranks:
         group = group or dist.group.WORLD
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
+    @property
+    def are_gone(self) -> bool:
+        """Whether the process group was destroyed while these ranks were still in use."""
+        return self.group is not None and not dist.is_initialized()
+
     def fork(self) -> Ranks:
         """The same ranks over a group of their own (gloo), for use on another thread."""
         if self.group is None:

@@ -198,9 +198,12 @@ class CheckpointManager:
             staged = stager.snapshot(flat)
 
         def run() -> str:
-            stager.wait()
-            path = saving.write_dcp(ranks, self.folder, step, staged, self.config, watched=False)
-            self._finish(step, path, full=True)
+            with saving.in_background(ranks, step):
+                stager.wait()
+                path = saving.write_dcp(
+                    ranks, self.folder, step, staged, self.config, watched=False
+                )
+                self._finish(step, path, full=True)
             return path
 
         self._pending = self._background.submit(run)

@@ -171,6 +171,33 @@ def write_dcp(
     return write_step(ranks, folder, step, write, sync=config.sync_files)
 
 
+@contextlib.contextmanager
+def in_background(ranks: Ranks, step: int) -> Iterator[None]:
+    """Say at once what makes a save in the background fail: whoever waits for it hears of it hours
+    later, and a job that ends without `close` never.
+
+    A process group that went before the save did is told in words.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = _destroyed(step) if ranks.are_gone else error
+        if ranks.rank == 0:
+            logger.error("step %d could not be saved in the background: %s", step, failure)
+        raise failure from (error if failure is not error else error.__cause__)
+
+
+def _destroyed(step: int) -> RankError:
+    return RankError(
+        Problem(
+            code="ranks.destroyed",
+            what=f"The process group was destroyed while step {step} was being saved.",
+            cause="destroy_process_group() was called before the manager's close()",
+            fix="call close() first: it waits for the save in the background",
+        )
+    )
+
+
 def write_step(
     ranks: Ranks, folder: str, step: int, write: Callable[[str], None], *, sync: bool
 ) -> str:

@@ -326,8 +326,8 @@ def test_an_async_save_holds_the_bytes_of_its_step(tmp_path, mode):
     assert resumed.optimizer.state[resumed.model.up.weight]["step"] == 2
 
 
-def test_a_failed_background_save_is_raised_at_the_next_call_and_leaves_nothing(
-    tmp_path, monkeypatch
+def test_a_failed_background_save_is_said_at_once_raised_at_the_next_call_and_leaves_nothing(
+    tmp_path, monkeypatch, caplog
 ):
     with Job(tmp_path, async_mode="async") as job:
         job.train(2)
@@ -341,6 +341,10 @@ def test_a_failed_background_save_is_raised_at_the_next_call_and_leaves_nothing(
         monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", fail)
         job.train(4)
         gate.set()
+        job.manager.pending.exception(10)
+        (said,) = (record for record in caplog.records if record.levelname == "ERROR")
+        assert "step 4 could not be saved" in said.getMessage()
+        assert "no space" in said.getMessage()
         with pytest.raises(SaveError, match="no space"):
             job.manager.save(6)
         monkeypatch.setattr("torchtitan_ckpt.formats.dcp.save", real)

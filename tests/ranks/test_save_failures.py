@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +96,35 @@ def test_a_rank_that_dies_leaves_nobody_waiting(pool: RankPool, tmp_path: Path) 
     why = "\n".join(str(o.failure) for o in outcomes)
     assert kinds == ["raised", "raised", "died", "raised"], why
     assert list(Path(tmp_path, "checkpoint").glob("step-*")) == []
+
+
+def destroy_while_saving(folder: str) -> tuple[str, list[str]]:
+    """Shutdown in the wrong order: the process group first, then the manager."""
+    job = Job.start(small_table(), BY_NAME["fsdp2"].degrees)
+    manager = job.manager(folder, interval=1, async_mode="async")
+    go, real = threading.Event(), dcp.save
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        go.wait(60)
+        real(*args, **kwargs)
+
+    with mock.patch.object(dcp, "save", late):
+        manager.save(1)
+        dist.barrier()
+        dist.destroy_process_group()
+        go.set()
+        try:
+            manager.close()
+        except CheckpointError as error:
+            return str(error), os.listdir(f"{folder}/checkpoint")
+    return "", os.listdir(f"{folder}/checkpoint")
+
+
+def test_a_process_group_that_is_destroyed_first_is_said(pool: RankPool, tmp_path: Path) -> None:
+    for text, left in pool.run(destroy_while_saving, 2, str(tmp_path)):
+        assert text.startswith("[ranks.destroyed] The process group was destroyed while step 1 ")
+        assert "call close() first" in text
+        assert not [name for name in left if name.startswith("step-")]
 
 
 def save_with_a_failing_disk(folder: str) -> str:
