@@ -7,6 +7,7 @@ rank processes; it saves and loads through this project's own state and format m
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from conformance.kinds import Kind, kind_of
 from conformance.reference import Leaf, Table, build
+from torchtitan_ckpt.device import ENV, current
 from torchtitan_ckpt.manager import CheckpointManager
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
 from torchtitan_ckpt.state.model import load_model_state_dict, model_state_dict
@@ -117,16 +119,23 @@ class Job:
         *,
         chunks: int = 1,
         empty: bool = False,
-        device_type: str = "cpu",
         kind: str = "adamw",
     ) -> Job:
         """A fresh job on these ranks; `empty` fills it with NaN, as the target of a load.
 
+        It lies on the device that the environment variable names, else on the CPU.
+
         `kind` names the optimizers, as `kind_of` knows them; the table is the caller's affair.
         """
+        device = current(os.environ.get(ENV) or "cpu")
+        where = device.select(int(os.environ.get("LOCAL_RANK", "0")))
         alone = degrees.world_size == 1
-        meshes = None if alone else build_meshes(degrees, device_type)
-        parts = build(table, degrees, meshes, poison if empty else value_of, chunks=chunks)
+        meshes = None if alone else build_meshes(degrees, device.kind.value)
+
+        def fill(key: str, leaf: Leaf) -> Tensor:
+            return (poison if empty else value_of)(key, leaf).to(where)
+
+        parts = build(table, degrees, meshes, fill, chunks=chunks)
         chosen = kind_of(kind)
         named = [dict(part.named_parameters()) for part in parts]
         optimizers = [made for own in named for made in chosen.optimizers(own)]
@@ -179,7 +188,7 @@ class Job:
             )
             local = parameter.to_local(grad_placements=parameter.placements)
             return (local * placed.to_local()).sum()
-        return (parameter * weights).sum()
+        return (parameter * weights.to(parameter.device)).sum()
 
     def _move_buffers(self, part: nn.Module) -> None:
         for name, value in part.named_buffers():

@@ -179,9 +179,7 @@ class Lab:
         """The subject's manager on rank processes, for the chapters about managers."""
         from conformance.manager_lab import ManagerLab
 
-        if self.device.kind is not DeviceKind.CPU:
-            self.notes.append("managers run on the CPU, on ranks over gloo")
-        return ManagerLab(self.subject)
+        return ManagerLab(self.subject, self.device)
 
     # -- traces ---------------------------------------------------------------------------------
 

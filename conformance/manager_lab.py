@@ -6,7 +6,9 @@ or hung into one finding. What ranks do is `conformance/managed.py`; no verdicts
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
 import pickle
 import re
 import shutil
@@ -17,16 +19,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from conformance.degrees import Case
-from conformance.lab import AdapterRaised
+from conformance.lab import AdapterRaised, NotApplicable
 from conformance.managed import ManagerRaised, Outcome, Try, opened, start, try_loads
-from conformance.ranks import RanksFailed, shared_pool
+from conformance.ranks import RankPool, RanksFailed, shared_pool
 from conformance.subject import Subject
 from conformance.verdict import Finding
+from torchtitan_ckpt.device import ENV, Device, DeviceKind
 from torchtitan_ckpt.errors import ConfigError, Problem
 
 T = TypeVar("T")
 DEGREES = ("1", "fsdp2", "tp2", "pp2", "fsdp2 x tp2", "fsdp2 x ep2")
 TIMEOUT = 180.0
+MOST = 8  # ranks of a pool
 # What `saved_steps` holds: the folder of each step, and the number of steps behind its state.
 STEPS: Mapping[str, int] = {"step-9": 1, "step-10": 2}
 OWN = 3  # steps of a job that tries to load
@@ -52,12 +56,14 @@ def _stands(stack: str) -> str:
 
 
 class ManagerLab:
-    """One subject's manager. Folders live as long as this does."""
+    """One subject's manager. Folders live as long as this does; jobs lie on the device."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, device: Device | None = None) -> None:
         assert subject.manager is not None
         self.manager: Any = subject.manager
-        self.cases = cases_of(subject)
+        self.device = device or Device(DeviceKind.CPU)
+        self.pool = _pool_on(self.device.kind)
+        self.cases = cases_of(subject, self.pool.size)
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-gate-")
         self._made = 0
         self._once: dict[Any, Any] = {}
@@ -89,8 +95,11 @@ class ManagerLab:
 
     def run(self, fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
         """`fn(manager, *args)` on each rank; ManagerFailed when the manager fails there."""
+        if ranks > self.pool.size:
+            raise NotApplicable(f"it wants {ranks} ranks, and there are {self.pool.size} devices")
         try:
-            return shared_pool().run(fn, ranks, self.manager, *args, timeout=TIMEOUT)
+            kind = self.device.kind.value
+            return self.pool.run(_on, ranks, kind, fn, self.manager, *args, timeout=TIMEOUT)
         except RanksFailed as error:
             ours = error.first.kind == "raised" and not isinstance(error.first.error, ManagerRaised)
             if ours:
@@ -124,6 +133,24 @@ class ManagerLab:
         return list(zip(self.cases, (*self.cases[1:], self.cases[0]), strict=True))
 
 
+@functools.cache
+def _pool_on(kind: DeviceKind) -> RankPool:
+    """The ranks of this process on a kind of device; on an accelerator each has one of its own."""
+    if kind is DeviceKind.CPU:
+        return shared_pool()
+    device = Device(kind)
+    count = min(MOST, device.count)
+    pool = RankPool(count, backend=device.backend, start_method="spawn")
+    atexit.register(pool.close)
+    return pool
+
+
+def _on(kind: str, fn: Callable[..., T], *args: Any) -> T:
+    """`fn` in a rank whose jobs lie on a kind of device."""
+    os.environ[ENV] = kind
+    return fn(*args)
+
+
 def _save_steps(manager: Any, folder: str) -> None:
     job = start()
     with opened(manager, job, folder, interval=1) as found:
@@ -132,28 +159,29 @@ def _save_steps(manager: Any, folder: str) -> None:
             found.save(int(name.removeprefix("step-")))
 
 
-def cases_of(subject: Subject) -> list[Case]:
-    """The subject's parallel degrees; one alone goes to a single rank and back."""
-    found = [case_of(one) for one in subject.degrees or DEGREES]
+def cases_of(subject: Subject, ranks: int = MOST) -> list[Case]:
+    """The subject's parallel degrees, else those that there are ranks for; one alone goes to a
+    single rank and back."""
+    usual = [one for one in map(case_of, DEGREES) if one.ranks <= ranks]
+    found = [case_of(one, ranks) for one in subject.degrees or usual]
     distinct = list({case.name: case for case in found}.values())
     if len(distinct) == 1:
         distinct = [case_of("1"), *(case for case in distinct if case.ranks > 1)]
     return distinct
 
 
-def case_of(degrees: Any) -> Case:
-    """Degrees as words, as `ParallelDegrees` or as a `Case`; ConfigError if no pool holds them."""
+def case_of(degrees: Any, ranks: int = MOST) -> Case:
+    """Degrees as words, `ParallelDegrees` or a `Case`; ConfigError if they want more ranks."""
     if isinstance(degrees, str):
         degrees = Case.parse(degrees)
     case = degrees if isinstance(degrees, Case) else Case(degrees)
     case = replace(case, degrees=case.degrees.resolve())
-    size = shared_pool().size
-    if case.ranks > size:
+    if case.ranks > ranks:
         raise ConfigError(
             Problem(
                 code="check.too-many-ranks",
                 what=f"{case.name} needs {case.ranks} ranks",
-                expected=f"at most {size} ranks, in processes of this machine",
+                expected=f"at most {ranks} ranks, in processes of this machine",
                 fix="torchtitan-ckpt plan answers for larger jobs",
             )
         )

@@ -6,7 +6,7 @@ comparison with the job that never was split is bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,13 @@ def hf(lab: Lab) -> Iterator[Finding]:
     missing = [name for name in _HF if not takes(lab.managers.manager, name)]
     if missing:
         raise NotApplicable(f"the manager has no option {' or '.join(missing)}")
+    (expected,) = lab.managers.run(_model_that_was_saved, 1)
     for source, target in lab.managers.pairs:
         where = _pair(source, target)
         folder = lab.managers.folder()
         lab.managers.run(_export, source.ranks, folder, source)
         step = f"{folder}/checkpoint/step-{SAVED}"
-        yield from _files(step, where)
+        yield from _files(step, where, expected)
         yield from lab.managers.findings(_import, target.ranks, step, target, where)
 
 
@@ -112,11 +113,10 @@ def _pair(source: Case, target: Case) -> str:
     return f"saved under {source.name}, loaded under {target.name}"
 
 
-def _files(step: str, where: str) -> Iterator[Finding]:
+def _files(step: str, where: str, expected: Mapping[str, Any]) -> Iterator[Finding]:
     """The files of an export, as the safetensors library reads them, against the truth."""
     from safetensors import safe_open
 
-    expected = truth(small_table(), SAVED)
     wrong: dict[str, str] = {f"model.{key}": "missing" for key in small_table()}
     for path in sorted(Path(step).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -138,6 +138,12 @@ def _files(step: str, where: str) -> Iterator[Finding]:
 
 
 # --- on the ranks -------------------------------------------------------------------------------
+
+
+def _model_that_was_saved(manager: Any) -> dict[str, Any]:
+    """As a job has it that was never split: on the host, where the files are compared."""
+    state = truth(small_table(), SAVED)
+    return {key: state[key].cpu() for key in small_table()}
 
 
 def _train_and_save(manager: Any, folder: str, case: Case) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from conformance.checks.resume_async import async_, async_error, async_load, begun, modes, pinned
 from conformance.checks.resume_saves import MARKER, export_dtype, overwrite, retention
 from conformance.checks.resume_stream import stream
-from conformance.jobs import STATES, truth
+from conformance.jobs import STATES, value_of
 from conformance.lab import Lab
 from conformance.managed import Outcome, Try, differences, opened, start, tiny_table
 from conformance.manager_lab import OWN, STEPS, ManagerLab, states, takes
@@ -155,7 +155,7 @@ def _without_adapter(lab: ManagerLab) -> Iterator[Finding]:
     if not takes(lab.manager, "initial_load_in_hf"):
         return
     source = lab.folder()
-    model = {key: value for key, value in truth(tiny_table(), 1).items() if key in tiny_table()}
+    model = {key: value_of(key, leaf) for key, leaf in tiny_table().items()}
     save_file(model, f"{source}/model.safetensors")
     options = {"initial_load_in_hf": True, "initial_load_path": source}
     (outcome,) = lab.try_loads(Try(lab.folder(), options=options))

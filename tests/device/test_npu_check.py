@@ -13,6 +13,7 @@ import torch
 
 from conformance import Report, Subject, check
 from tests.specimens import right
+from tests.specimens.edited import Edited
 from torchtitan_ckpt import device
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,27 @@ class Stuck(right.Right):
         return out
 
 
+class OnTheDevice(Edited):
+    """The right manager, if what it saves lies on the device; else it raises."""
+
+    def save(self, step: int, last_step: bool = False) -> Any:
+        held = [v for part in self.job["model_parts"] for v in part.state_dict().values()]
+        for _, parameter, optimizer in self.parameters():
+            held += [v for v in optimizer.state[parameter].values() if v.dim()]
+        if {v.device.type for v in held} != {device.current().kind.value}:
+            raise RuntimeError("some of it lies elsewhere")
+        return self.inner.save(step, last_step)
+
+
+class Cold(Edited):
+    """Loses a moment on its way to the device, and only there."""
+
+    def loaded(self) -> None:
+        for _, parameter, optimizer in self.parameters():
+            if parameter.device.type != "cpu":
+                optimizer.state[parameter]["exp_avg"].zero_()
+
+
 def _devices(state: dict[str, Any]) -> set[str]:
     return {str(v.device) for v in state.values() if isinstance(v, torch.Tensor)} - {"meta"}
 
@@ -61,10 +83,12 @@ def test_tensors_of_the_checks_lie_on_the_device() -> None:
     assert report.device == device.current().label
 
 
-def test_what_would_run_on_the_cpu_is_not_reported_as_run_here() -> None:
-    report = check("manager:ours", checks=["resume.newest"], device=device.current().kind.value)
-    assert report.exit_code == 5
-    assert "run on the CPU" in report.cells[0].reason
+@pytest.mark.parametrize(("manager", "verdict"), [(OnTheDevice, "pass"), (Cold, "fail")])
+def test_the_jobs_of_managers_lie_on_the_device(manager: Any, verdict: str) -> None:
+    subject = Subject("noted", manager=manager, degrees=["1"])
+    report = check(subject, checks=["reshard.full"], device=device.current().kind.value)
+    assert [cell.verdict for cell in report.cells] == [verdict], report.text()
+    assert report.device == device.current().label
 
 
 def test_what_fails_only_on_a_device_is_found() -> None:
