@@ -9,8 +9,10 @@ inputs into templates is `template.py`; running checks is `engine.py`.
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -111,12 +113,21 @@ class Subject:
 
 
 def place_of(subject: Subject) -> str:
-    """`pkg.mod:NAME` of a subject at the top of an imported module, or an empty string."""
+    """`pkg.mod:NAME` of a subject that a command line can find from here, or an empty string."""
+    if ":" in subject.name:
+        return subject.name
     for name, module in list(sys.modules.items()):
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            if value is subject and name != "__main__":
+            if value is subject and _found_from_here(name, getattr(module, "__file__", None)):
                 return f"{name}:{attribute}"
     return ""
+
+
+def _found_from_here(module: str, file: str | None) -> bool:
+    """Whether a module of this name lies in the working folder, or is installed."""
+    roots = (os.getcwd(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    stems = [os.path.join(root, *module.split(".")) for root in roots]
+    return file in [s + end for s in stems for end in (".py", f"{os.sep}__init__.py")]
 
 
 def matches(key: str, patterns: Iterable[str]) -> str | None:

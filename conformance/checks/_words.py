@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
-from conformance.fingerprint import State, same_bits
+import torch
+
+from conformance.fingerprint import State, bits, same_bits
 from conformance.subject import template_of
 
 T = TypeVar("T")
+OTHER = "another value"
 
 
 def by_template(keys: Iterable[str]) -> dict[str, list[str]]:
@@ -37,8 +41,43 @@ def otherwise(wanted: State, have: State) -> dict[str, str]:
         elif tuple(have[key].shape) != tuple(value.shape):
             wrong[key] = f"shape {tuple(have[key].shape)}"
         elif not same_bits(value, have[key]):
-            wrong[key] = "another value"
+            wrong[key] = OTHER
     return wrong | {k: "a new key" for k in have if k not in wanted}
+
+
+@dataclass(frozen=True, slots=True)
+class Otherwise:
+    """Keys of one template that differ alike, and the first element of the first of them."""
+
+    words: str
+    keys: tuple[str, ...]
+    coordinate: str = ""
+    wanted: str = ""
+    found: str = ""
+
+    @property
+    def actual(self) -> str:
+        return f"{self.words}: {self.found} for {self.wanted}" if self.coordinate else self.words
+
+
+def differences(wanted: State, have: State) -> Iterator[Otherwise]:
+    """How `have` differs from `wanted`, one root cause at a time."""
+    for words, keys in by_words(otherwise(wanted, have)):
+        place = first_difference(wanted[keys[0]], have[keys[0]]) if words == OTHER else ()
+        yield Otherwise(words, tuple(keys), *place)
+
+
+def first_difference(wanted: torch.Tensor, have: torch.Tensor) -> tuple[str, str, str]:
+    """Coordinate of the first element whose bits differ, and both values; blank where none can be.
+
+    Other shapes and dtypes have no such element.
+    """
+    if wanted.shape != have.shape or wanted.dtype != have.dtype or same_bits(wanted, have):
+        return "", "", ""
+    flat, other = wanted.reshape(-1), have.reshape(-1)
+    first = int((bits(flat) != bits(other)).int().argmax())
+    at = torch.unravel_index(torch.tensor(first), wanted.shape) if wanted.dim() else ()
+    return str([int(i) for i in at]), str(flat[first].item()), str(other[first].item())
 
 
 def count(number: int, noun: str) -> str:

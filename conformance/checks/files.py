@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from conformance import codec as codecs
-from conformance.checks._words import by_words, count
+from conformance.checks._words import by_words, count, first_difference
 from conformance.checks.files_readers import quantized, reader
 from conformance.fingerprint import State, noise, same_bits, torch_dtype
 from conformance.lab import Lab, NotApplicable
@@ -120,6 +120,7 @@ def inspect(folder: Path, state: State | None) -> Iterator[Finding]:
                 keys=tuple(where)[:1],
                 expected=codecs.INDEX,
                 actual=", ".join(sorted(p.name for p in folder.iterdir()))[:120],
+                cause="the writer makes no index, or makes it elsewhere",
                 remedy="write the index last",
             )
         weight_map = {key: names[0] for key, names in where.items()}
@@ -129,8 +130,22 @@ def inspect(folder: Path, state: State | None) -> Iterator[Finding]:
         yield from _index_against_files(weight_map, where, present)
         yield from _total_size(content, weight_map, present)
     if state is not None:
-        yield from _lists("the files lack", [k for k in state if k not in where])
-        yield from _lists("the files hold keys nobody saved:", [k for k in where if k not in state])
+        yield from _lists(
+            "the files lack",
+            [k for k in state if k not in where],
+            expected="every key saved",
+            actual="in no file",
+            cause="the writer leaves keys out",
+        )
+        yield from _lists(
+            "the files hold keys nobody saved:",
+            [k for k in where if k not in state],
+            expected="the keys saved, and no other",
+            actual=", ".join(
+                sorted({n for k, names in where.items() if k not in state for n in names})
+            ),
+            cause="an older file stayed in the folder, or a key is made up",
+        )
 
 
 def _index_against_files(
@@ -143,11 +158,24 @@ def _index_against_files(
             keys=tuple(k for k, v in weight_map.items() if v == name),
             expected=name,
             actual=", ".join(sorted(present))[:120],
+            cause="the file was not written, or was removed after the index was",
             remedy="the weights of this file stay uninitialised: export again",
         )
     stale = [k for k, v in weight_map.items() if v in present and v not in where.get(k, ())]
-    yield from _lists("the index lists keys that its file does not hold:", stale)
-    yield from _lists("the index does not list", [k for k in where if k not in weight_map])
+    yield from _lists(
+        "the index lists keys that its file does not hold:",
+        stale,
+        expected="each key in the file that the index names",
+        actual="not there",
+        cause="the index is made from another list than the files",
+    )
+    yield from _lists(
+        "the index does not list",
+        [k for k in where if k not in weight_map],
+        expected="an entry for each key that a file holds",
+        actual="in a file, not in the index",
+        cause="the index is made from another list than the files",
+    )
     twice = [k for k, names in where.items() if len(names) > 1]
     if twice:
         yield Finding(
@@ -186,15 +214,21 @@ def _total_size(
             keys=tuple(weight_map)[:1],
             expected=f"{have} bytes",
             actual=f"{stated} bytes",
+            cause="counted from another list, or for another dtype",
             remedy="count the bytes of the tensors written",
         )
 
 
-def _lists(what: str, keys: list[str]) -> Iterator[Finding]:
+def _lists(
+    what: str, keys: list[str], *, expected: str, actual: str, cause: str
+) -> Iterator[Finding]:
     if keys:
         yield Finding(
             what=f"{what} {count(len(keys), 'key')}",
             keys=tuple(keys),
+            expected=expected,
+            actual=actual,
+            cause=cause,
             remedy="make files and index from one list",
         )
 
@@ -230,7 +264,10 @@ def _reread(lab: Lab, state: State) -> Iterator[Finding]:
             yield Finding(
                 what="safetensors cannot read what was written",
                 keys=tuple(state)[:1],
+                expected="files that safetensors opens",
                 actual=str(error)[:160],
+                cause="a header that does not fit its bytes, or an index that names other files",
+                remedy="write with safetensors, and the index last",
             )
             return
         yield from _equal("the files hold", state, found, writer.name)
@@ -240,8 +277,11 @@ def _reread(lab: Lab, state: State) -> Iterator[Finding]:
         except Exception as error:
             yield Finding(
                 what="the codec cannot read what it wrote",
-                keys=tuple(k for k in state if k in str(error))[:2],
+                keys=tuple(k for k in state if k in str(error))[:2] or tuple(state)[:1],
+                expected="what was written, read back",
                 actual=f"{type(error).__name__}: {str(error)[:160]}",
+                cause="the reader wants something that the writer does not write",
+                remedy="read every file that the codec itself writes",
                 oracle=writer.name,
             )
             return
@@ -265,11 +305,15 @@ def _equal(what: str, want: State, have: State, oracle: str) -> Iterator[Finding
             nan = have[key].is_floating_point() and bool(have[key].float().isnan().any())
             wrong[key] = ("the bytes saved", "NaN: never filled" if nan else "other bytes")
     for (expected, actual), keys in by_words(wrong):
+        one = have.get(keys[0])
+        at, was, now = ("", "", "") if one is None else first_difference(want[keys[0]], one)
         yield Finding(
             what=f"{what} something else than was saved for {count(len(keys), 'key')}",
             keys=tuple(keys),
-            expected=expected,
-            actual=actual,
+            coordinate=at,
+            expected=f"{expected}: {was}" if at else expected,
+            actual=f"{actual}: {now}" if at else actual,
+            cause="a cast, a view of other bytes, or a place never written",
             remedy="write and read every dtype byte for byte",
             oracle=oracle,
         )

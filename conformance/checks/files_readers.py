@@ -70,6 +70,7 @@ def reader(lab: Lab) -> Iterator[Finding]:
                 keys=tuple(state)[:1],
                 expected="a storage reader of torch.distributed.checkpoint",
                 actual=f"{type(source).__name__}: {type(error).__name__}: {str(error)[:160]}",
+                cause="what is returned is no reader, or one of another format",
                 remedy="return HuggingFaceStorageReader(path)",
             )
             return
@@ -80,6 +81,7 @@ def reader(lab: Lab) -> Iterator[Finding]:
             keys=tuple(keys),
             expected="the bytes of the files",
             actual=words,
+            cause="the reader changes what it reads",
             remedy="return HuggingFaceStorageReader(path)",
         )
 

@@ -48,7 +48,7 @@ def leaves(lab: Lab) -> Iterator[Finding]:
                 actual=kind,
                 cause="a call without its brackets stores the method itself"
                 if "method" in kind
-                else "",
+                else "a placeholder or a helper's own value is left in the dict",
                 remedy="return tensors only",
             )
 
@@ -72,6 +72,8 @@ def total(lab: Lab) -> Iterator[Finding]:
         yield Finding(
             what=f"to_hf dropped {len(lost)} of {count(len(lab.native), 'native tensor')}",
             keys=tuple(lost),
+            expected="every native tensor in some tensor of the files",
+            actual=f"{count(len(lost), 'tensor')} in none",
             cause="no rule matches" + _near(first, [*used, *_names_known(lab)]),
             remedy="update the rule, or declare the loss with a reason (native_only)",
         )
@@ -80,6 +82,8 @@ def total(lab: Lab) -> Iterator[Finding]:
             yield Finding(
                 what="to_hf wrote a tensor that no native tensor went into",
                 keys=(key,),
+                expected="a tensor made from those that were given",
+                actual="made from none of them",
                 cause="a constant, or a cached tensor of another call",
                 remedy="write what is given, or declare it (hf_only)",
             )
@@ -167,6 +171,8 @@ def exact(lab: Lab) -> Iterator[Finding]:
         yield Finding(
             what=f"to_hf does not write {len(missing)} of {count(len(wanted), 'key')} of the files",
             keys=tuple(missing),
+            expected=f"the keys of {lab.hf.source}",
+            actual="not written",
             cause=f"written as {near} (renamed?)" if near else "no rule writes it",
             remedy="correct the name, or declare the key (hf_only)",
             oracle=lab.hf.source,
@@ -176,6 +182,8 @@ def exact(lab: Lab) -> Iterator[Finding]:
         yield Finding(
             what=f"to_hf writes {count(len(extra), 'key')} that the files do not have",
             keys=tuple(extra),
+            expected=f"the keys of {lab.hf.source}, and no other",
+            actual="written",
             cause=f"the files say {near}" if near else "a copy, an alias or a wrong name",
             remedy="correct the name",
             oracle=lab.hf.source,
@@ -208,6 +216,8 @@ def import_(lab: Lab) -> Iterator[Finding]:
         yield Finding(
             what=f"from_hf does not return {len(missing)} of {len(lab.native)} native keys",
             keys=tuple(missing),
+            expected="every key that was exported",
+            actual="not returned",
             cause=f"returned as {near} (renamed?)"
             if near
             else "the file's key is skipped without a word",
@@ -217,6 +227,8 @@ def import_(lab: Lab) -> Iterator[Finding]:
         yield Finding(
             what=f"from_hf returns {count(len(extra), 'key')} that the model does not have",
             keys=tuple(extra),
+            expected="the model's keys",
+            actual="returned besides",
             cause="a source kept beside what was made from it, or a wrong name",
             remedy="return the model's keys only",
         )
@@ -224,6 +236,8 @@ def import_(lab: Lab) -> Iterator[Finding]:
         yield Finding(
             what=f"from_hf does not use {len(unused)} of {len(lab.export.leaves)} keys it is given",
             keys=tuple(unused),
+            expected="a native tensor made from each",
+            actual="none is",
             cause="the tensor is replaced by another or dropped",
             remedy="use it, or declare it (hf_only)",
         )
@@ -255,24 +269,33 @@ def index(lab: Lab) -> Iterator[Finding]:
             keys=tuple(written[:1]),
             expected=f"{count(len(written), 'key')} with their file's number",
             actual=repr(mapping),
+            cause="hf_assets_path is not read",
             remedy="read model.safetensors.index.json of hf_assets_path",
         )
         return
     stale = [k for k in mapping if k not in lab.export.leaves]
     absent = [k for k in written if k not in mapping]
     moved = [k for k in written if k in mapping and mapping[k] != files[k]]
-    for what, keys in (
-        ("lists {} that to_hf does not write", stale),
-        ("lacks {} that to_hf writes", absent),
-        ("puts {} into another file than the index it was given", moved),
+    for what, keys, cause in (
+        (
+            "lists {} that to_hf does not write",
+            stale,
+            "the writer makes a file that nothing can open for a key that never comes",
+        ),
+        ("lacks {} that to_hf writes", absent, "the index is cut down by another list"),
+        (
+            "puts {} into another file than the index it was given",
+            moved,
+            "files are counted anew, or numbers are cut out of names by position",
+        ),
     ):
         if keys:
             yield Finding(
                 what="fqn_to_index_mapping " + what.format(count(len(keys), "key")),
                 keys=tuple(keys),
-                cause="the writer makes a file that nothing can open for a key that never comes"
-                if keys is stale
-                else "",
+                expected=f"{count(len(written), 'key')}, each with its file of the index",
+                actual=f"{keys[0]}: {mapping.get(keys[0], 'absent')}",
+                cause=cause,
                 remedy="keep the map equal to what is written, in to_hf",
             )
 

@@ -87,6 +87,8 @@ def _probe(
             what=f"{direction} dropped {len(dropped)} of {count(len(names), 'unknown key')} "
             "without a word",
             keys=tuple(dropped),
+            expected="an error, or the key handed on as it is",
+            actual="neither",
             cause="a key that no rule matches is skipped",
             remedy="raise an error that names the key",
         )
@@ -94,6 +96,7 @@ def _probe(
         yield Finding(
             what=f"{direction} renamed an unknown key",
             keys=(name,),
+            expected="an error, or the key handed on as it is",
             actual=new,
             cause="the rule matches part of a key, not the whole key",
             remedy="match whole keys, and raise for the rest",
@@ -126,6 +129,7 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
                 keys=(key,),
                 expected=f"accepted and left out: {_reason(lab, key)}",
                 actual=str(error),
+                cause="only keys that have a rule are accepted",
                 remedy="skip exactly the declared keys",
             )
             continue
@@ -136,6 +140,7 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
                 keys=(key, *sorted(new)),
                 expected=_reason(lab, key),
                 actual=f"shape {leaf.shape} as {', '.join(sorted(new))}",
+                cause="a rule matches more than it should",
                 remedy="skip exactly the declared keys",
             )
 
@@ -198,5 +203,6 @@ def also_reads(lab: Lab) -> Iterator[Finding]:
                     keys=tuple(names.values()),
                     expected=f"the same as {template_of(new)}",
                     actual=problem,
+                    cause="only one of the spellings has a rule",
                     remedy="accept both spellings, write one",
                 )

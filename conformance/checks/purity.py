@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.checks._words import by_words, count, otherwise
+from conformance.checks._words import by_words, count, differences
 from conformance.fingerprint import State, bits, same_bits
 from conformance.lab import Direction, Lab
 from conformance.verdict import Finding
@@ -44,6 +44,7 @@ def input_unchanged(lab: Lab) -> Iterator[Finding]:
                 keys=tuple(keys),
                 expected="the caller's dict as it was",
                 actual=words,
+                cause="the adapter works in what belongs to its caller",
                 remedy="work on a copy of the dict, and never write into a tensor",
             )
 
@@ -120,12 +121,13 @@ def order(lab: Lab) -> Iterator[Finding]:
 
 
 def _compare(what: str, wanted: State, have: State) -> Iterator[Finding]:
-    for words, keys in by_words(otherwise(wanted, have)):
+    for one in differences(wanted, have):
         yield Finding(
-            what=f"{what} gives {count(len(keys), 'tensor')} otherwise",
-            keys=tuple(keys),
+            what=f"{what} gives {count(len(one.keys), 'tensor')} otherwise",
+            keys=one.keys,
+            coordinate=one.coordinate,
             expected="what a first call of a fresh adapter gives in the model's order",
-            actual=words,
+            actual=one.actual,
             cause="the order of the dict is used"
             if "dict" in what
             else "something is kept on the adapter or its class",

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from conformance.checks._words import by_words, count
+from conformance.checks._words import by_words, count, first_difference
 from conformance.checks.values_drawn import drawn
 from conformance.checks.values_flow import dtensor, load, tied
 from conformance.compare import explain
-from conformance.fingerprint import Positions, State, code_of, same_bits
+from conformance.fingerprint import Positions, State, bits, code_of, same_bits
 from conformance.lab import AdapterRaised, Direction, Lab
+from conformance.subject import template_of
 from conformance.template import Leaf
 from conformance.verdict import Finding
 
@@ -95,8 +96,6 @@ def _differences(
             continue
         found = explain(positions, expected, actual)
         # Numbers in the cause differ from layer to layer; the template of the words does not.
-        from conformance.subject import template_of
-
         wrong[key] = template_of(found.cause)
         details[key] = found
     for _, keys in by_words(wrong):
@@ -284,17 +283,9 @@ def _bits(
             details[key] = ("", name, str(back[key].dtype).removeprefix("torch."))
             wrong[key] = ("dtype", "the dtype changed on the way")
             continue
-        flat, other = value.reshape(-1), back[key].reshape(-1)
-        from conformance.fingerprint import bits
-
-        first = int((bits(flat) != bits(other)).int().argmax())
-        at = torch.unravel_index(torch.tensor(first), value.shape) if value.dim() else ()
-        details[key] = (
-            str([int(i) for i in at]),
-            str(flat[first].item()),
-            str(other[first].item()),
-        )
-        same_set = torch.equal(bits(flat).sort().values, bits(other).sort().values)
+        other = back[key].reshape(value.shape)
+        details[key] = first_difference(value, other)
+        same_set = torch.equal(*(bits(v).reshape(-1).sort().values for v in (value, other)))
         wrong[key] = ("order", "") if same_set else ("values", "precision or a bit is lost")
     moved = {k for k, (kind, _) in wrong.items() if kind == "order"}
     causes = _why(lab, positions, moved)

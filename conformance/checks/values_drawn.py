@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from conformance.checks._words import by_words, count, otherwise
+from conformance.checks._words import count, differences
 from conformance.checks.dtypes import bf16, deals, dealt
 from conformance.checks.keys_groups import components
 from conformance.fingerprint import State
@@ -65,7 +65,14 @@ class Bench:
                     remedy="take sizes from the config and members by number",
                 )
             ]
-        return [replace(one, coordinate=str(case), example=str(case)) for one in found]
+        return [
+            replace(
+                one,
+                coordinate=f"{one.coordinate} of {case}".removeprefix(" of "),
+                example=str(case),
+            )
+            for one in found
+        ]
 
     def _wrong(self, case: Case) -> Iterator[Finding]:
         for name, _ in case.sizes:
@@ -159,12 +166,13 @@ def _unit(key: str) -> str:
 
 
 def _told(direction: str, wanted: State, have: State, oracle: str) -> Iterator[Finding]:
-    for words, keys in by_words(otherwise(wanted, have)):
+    for one in differences(wanted, have):
         yield Finding(
-            what=f"{direction} gives {len(keys)} of {count(len(wanted), 'tensor')} otherwise",
-            keys=tuple(keys),
+            what=f"{direction} gives {len(one.keys)} of {count(len(wanted), 'tensor')} otherwise",
+            keys=one.keys,
+            coordinate=one.coordinate,
             expected=oracle,
-            actual=words,
+            actual=one.actual,
             cause="something counts, pairs or remembers what it is given",
             remedy="convert each tensor by its own name and number",
             oracle=oracle,

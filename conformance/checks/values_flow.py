@@ -31,6 +31,7 @@ def tied(lab: Lab) -> Iterator[Finding]:
                 keys=(alias, source),
                 expected=f"{alias} filled from {source}",
                 actual=str(error),
+                cause="the alias is asked of the files, which need not hold it",
                 remedy="fill the alias from its source",
             )
             continue
