@@ -1,6 +1,7 @@
 """Compile the stand-in for the CANN runtime once, and keep it by a hash of its sources.
 
-One shared library under the seven names that torch_npu asks for. It knows nothing of Python.
+One shared library under the seven names that torch_npu asks for. It links against the torch that is
+beside torch_npu, whose CPU kernels do its arithmetic; it knows nothing of Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from torchtitan_ckpt.errors import DeviceError, Problem
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall")
 
 # The names under which torch_npu links or opens the CANN runtime.
 _LIBRARIES = (
@@ -39,11 +40,12 @@ def cache_root() -> Path:
     return Path(base) / "torchtitan-ckpt" / "ascend-sim"
 
 
-def build() -> Path:
+def build(torch: Path) -> Path:
     """A folder with `lib/` (the libraries) and `home/` (an empty CANN tree).
 
-    Compiles only when sources, flags or compiler changed. Several processes may call this at once:
-    each compiles in a folder of its own, and the first rename wins.
+    `torch` is the folder of the package. Compiles only when it, sources, flags or compiler changed.
+    Several processes may call this at once: each compiles in a folder of its own, and the first
+    rename wins.
 
     Raises DeviceError when there is no compiler or it fails.
     """
@@ -56,12 +58,12 @@ def build() -> Path:
                 fix="install g++ (apt-get install g++), or set CXX",
             )
         )
-    done = cache_root() / _fingerprint(cxx)
+    done = cache_root() / _fingerprint(cxx, torch)
     if (done / "lib").is_dir():
         return done
     done.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=done.parent, prefix="building-") as scratch:
-        _compile(cxx, Path(scratch))
+        _compile(cxx, torch, Path(scratch))
         try:
             Path(scratch, "out").rename(done)
         except OSError:
@@ -70,15 +72,16 @@ def build() -> Path:
     return done
 
 
-def _fingerprint(cxx: str) -> str:
+def _fingerprint(cxx: str, torch: Path) -> str:
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False)
-    digest = hashlib.sha256(f"{FLAGS} {_LIBRARIES} {version.stdout}".encode())
+    digest = hashlib.sha256(f"{FLAGS} {_LIBRARIES} {version.stdout} {torch}".encode())
+    digest.update((torch / "version.py").read_bytes())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(cxx: str, scratch: Path) -> None:
+def _compile(cxx: str, torch: Path, scratch: Path) -> None:
     out = scratch / "out"
     for folder in ("lib", "home/runtime", "home/compiler", "home/opp"):
         (out / folder).mkdir(parents=True)
@@ -88,14 +91,16 @@ def _compile(cxx: str, scratch: Path) -> None:
     for source in sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size):
         target = scratch / f"{source.stem}.o"
         objects.append(str(target))
-        command = [cxx, *FLAGS, "-c", str(source), "-o", str(target)]
+        command = [cxx, *FLAGS, "-isystem", str(torch / "include")]
+        command += ["-c", str(source), "-o", str(target)]
         running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     errors = [process.communicate()[1] for process in running if process]
     failed = [text for process, text in zip(running, errors, strict=True) if process.returncode]
     library = out / "lib" / _LIBRARIES[0]
     if not failed:
         link = [cxx, "-shared", "-o", str(library), *objects]
-        link += [f"-Wl,-soname,{_LIBRARIES[0]}", "-lpthread", "-ldl"]
+        link += [f"-Wl,-soname,{_LIBRARIES[0]},--as-needed,-rpath,{torch / 'lib'}"]
+        link += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-lpthread"]
         linked = subprocess.run(link, stderr=subprocess.PIPE, text=True, check=False)
         failed = [linked.stderr] if linked.returncode else []
     if failed:

@@ -1,10 +1,18 @@
-// Collectives between processes of one machine: shared memory that rank 0 creates and the others
-// open through /proc. Every collective is the same two waits: all ranks have put their bytes into
-// their own window; all ranks have read what they need. Each rank also states which collective it
-// runs, so that ranks that disagree are told, and a rank that never comes is named.
+// Collectives between processes of one machine, through shared memory that rank 0 creates and the
+// others open through /proc.
+//
+// One mechanism moves everything: messages between pairs of ranks, each ordered pair through a ring
+// of its own, all of a collective side by side, so that ranks may send to each other first. A
+// message begins with what its sender runs, so that ranks that disagree are told; a rank that never
+// comes is named.
 //
 // Collectives run as waiting tasks of the stream they are given, so a late rank stalls that stream
 // and nothing else.
+#include <ATen/ops/amax.h>
+#include <ATen/ops/amin.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/prod.h>
+#include <ATen/ops/sum.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,13 +21,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <iterator>
-#include <string>
+#include <memory>
 #include <thread>
-#include <vector>
 
-#include "tensors.h"
+#include "values.h"
 
 using namespace sim;
 
@@ -27,335 +33,264 @@ namespace {
 
 enum HcclCode : int { kParameter = 1, kSystem = 4, kUnsupported = 5, kTimeout = 9 };
 
-constexpr int kMaxRanks = 64;
-constexpr size_t kWindow = size_t{1} << 30;  // of each rank; sparse
-constexpr size_t kRing = size_t{4} << 20;    // of each ordered pair, for send and receive
-constexpr size_t kHeadBytes = size_t{1} << 20;
+constexpr uint32_t kMaxRanks = 64;
+constexpr size_t kRing = size_t{4} << 20;
 constexpr size_t kRootInfoBytes = 4108;
-constexpr char kMagic[8] = "npusim2";
+constexpr char kMagic[8] = "npusim3";
 
-// HCCL's own codes -> ACL's.
-constexpr int kDtype[] = {kInt8,   kInt16,  kInt32,  kFloat16, kFloat,  kInt64,
-                          kUint64, kUint8, kUint16, kUint32,  kDouble, kBFloat16};
-
-struct Pair {
-  std::atomic<uint64_t> written, read;  // bytes so far
-};
-
-struct Statement {
-  std::atomic<uint64_t> arrived;  // waits this rank has reached
-  char what[24];
-  uint64_t stated;  // bytes, where every rank has the same
-};
-
-struct Head {
-  Statement ranks[kMaxRanks];
-  Pair pairs[kMaxRanks][kMaxRanks];
-};
-static_assert(sizeof(Head) <= kHeadBytes);
+// By HCCL's own codes.
+constexpr at::ScalarType kTypes[] = {at::kChar,   at::kShort, at::kInt,    at::kHalf,
+                                     at::kFloat,  at::kLong,  at::kUInt64, at::kByte,
+                                     at::kUInt16, at::kUInt32, at::kDouble, at::kBFloat16};
 
 struct RootInfo {
   char magic[8];
   int pid, file;
 };
 
-struct Comm {
-  uint32_t size = 0, rank = 0;
-  char* base = nullptr;
-  size_t bytes = 0;
-  uint64_t waits = 0;
-  std::string name;
-  std::atomic<int> error{0};
-
-  Head& head() const { return *reinterpret_cast<Head*>(base); }
-  char* window(uint32_t r) const { return base + kHeadBytes + r * kWindow; }
-  char* ring(uint32_t from, uint32_t to) const {
-    return base + kHeadBytes + size * kWindow + (from * size + to) * kRing;
-  }
+struct Ring {
+  std::atomic<uint64_t> written, read;  // bytes so far
+  char bytes[kRing];
 };
 
-size_t shared_bytes(uint32_t ranks) {
-  return kHeadBytes + ranks * kWindow + size_t{ranks} * ranks * kRing;
-}
+struct Comm {
+  uint32_t size, rank;
+  Ring* rings;  // in shared memory
+  std::atomic<int> error{0};
+};
 
-// Spin, politely, until `ready`; false when the time is over.
-template <class Ready>
-bool wait_for(Ready ready) {
-  using clock = std::chrono::steady_clock;
-  const auto end = clock::now() + std::chrono::seconds(setting("NPUSIM_HCCL_TIMEOUT", 60));
-  for (int spins = 0; !ready(); ++spins) {
-    if (clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(spins < 100 ? 20 : 500));
-  }
-  return true;
-}
-
-int wait_for_all(Comm& c, const char* what) {
-  const uint64_t mine = ++c.waits;
-  c.head().ranks[c.rank].arrived = mine;
-  const bool complete = wait_for([&] {
-    for (uint32_t r = 0; r < c.size; ++r)
-      if (c.head().ranks[r].arrived < mine) return false;
-    return true;
-  });
-  if (complete) return kSuccess;
-  std::string late;
-  for (uint32_t r = 0; r < c.size; ++r)
-    if (c.head().ranks[r].arrived < mine) late += (late.empty() ? "" : ", ") + std::to_string(r);
-  c.error = kTimeout;
-  return fail(kTimeout, "%s on rank %u of %u timed out: rank %s did not come", what, c.rank,
-              c.size, late.c_str());
-}
-
-// The heart: show my bytes, then read those of others: `read(window)`, where window(r) is what rank
-// r showed. `stated` is a number on which all ranks must agree.
-template <class Read>
-int exchange(Comm& c, const char* what, const void* mine, size_t bytes, uint64_t stated,
-             Read read) {
-  if (bytes > kWindow) return fail(kUnsupported, "%s of %zu bytes is too large", what, bytes);
-  Statement& me = c.head().ranks[c.rank];
-  std::snprintf(me.what, sizeof me.what, "%s", what);
-  me.stated = stated;
-  if (bytes && mine) std::memcpy(c.window(c.rank), mine, bytes);
-  if (int code = wait_for_all(c, what)) return code;
-  int code = kSuccess;
-  for (uint32_t r = 0; r < c.size && !code; ++r) {
-    const Statement& other = c.head().ranks[r];
-    if (std::strcmp(other.what, what) != 0 || other.stated != stated)
-      code = fail(kParameter, "rank %u runs %s (%zu bytes), but rank %u runs %s (%zu bytes)",
-                  c.rank, what, size_t{stated}, r, other.what, size_t{other.stated});
-  }
-  if (!code) code = read([&](uint32_t r) -> const char* { return c.window(r); });
-  if (code) c.error = code;
-  const int last = wait_for_all(c, what);
-  return code ? code : last;
-}
-
-// The address of a buffer of `count` elements in device memory, or null with an error recorded.
-struct Buffer {
+struct Span {
   char* at = nullptr;
   size_t bytes = 0;
-  int code = kSuccess;
+
+  Span part(uint32_t r, size_t length) const { return {at + r * length, length}; }
 };
 
-Buffer buffer(const void* pointer, uint64_t count, int type) {
-  if (type < 0 || type >= static_cast<int>(std::size(kDtype)))
-    return {nullptr, 0, fail(kUnsupported, "HCCL data type %d is not simulated", type)};
-  const size_t bytes = count * size_of(kDtype[type]);
-  if (bytes && !inside_allocation(pointer, bytes))
-    return {nullptr, 0, fail(kParameter, "HCCL buffer of %zu bytes is not device memory", bytes)};
-  return {view(pointer), bytes};
-}
+struct Header {
+  char what[24];
+  uint64_t bytes;
+};
 
-// What the ranks showed from byte `at` of their windows on, folded into `to`: in the order of the
-// ranks, so that every rank gets the same bits.
-template <class Window>
-int fold(const Comm& c, Window window, size_t at, char* to, uint64_t count, int hccl_type, int op) {
-  if (op < 0 || op > 3) return fail(kUnsupported, "HCCL reduction %d is not simulated", op);
-  const int type = kDtype[hccl_type];
-  const size_t step = size_of(type);
-  std::memcpy(to, window(0) + at, count * step);
-  in_working_type({type}, [&](auto zero) {
-    using T = decltype(zero);
-    for (uint32_t r = 1; r < c.size; ++r)
-      for (uint64_t i = 0; i < count; ++i) {
-        const T a = load<T>(type, to + i * step), b = load<T>(type, window(r) + at + i * step);
-        const T folded[] = {static_cast<T>(a + b), static_cast<T>(a * b), std::max(a, b),
-                            std::min(a, b)};
-        store<T>(type, to + i * step, folded[op]);
-      }
-  });
-  return kSuccess;
-}
-
-Comm* comm_of(void* handle) { return static_cast<Comm*>(handle); }
-
-#define REQUIRE(buffer) \
-  if (buffer.code) return buffer.code
-
-// One side of a transfer between two ranks.
-struct Transfer {
+struct Message {
   bool sends;
-  char* data;
-  size_t bytes;
   uint32_t peer;
+  Span data;
+  Header header = {};
+  size_t done = 0;  // bytes of header and data that this rank has moved
+
+  bool complete() const { return done == sizeof header + data.bytes; }
 };
 
-// Move what can move now through the pair's ring; how many bytes did.
-size_t advance(Comm& c, Transfer& t) {
-  const uint32_t from = t.sends ? c.rank : t.peer, to = t.sends ? t.peer : c.rank;
-  Pair& pair = c.head().pairs[from][to];
-  std::atomic<uint64_t>& place = t.sends ? pair.written : pair.read;
-  const size_t held = pair.written - pair.read;
-  const size_t at = place % kRing;
-  const size_t part = std::min({t.bytes, kRing - at, t.sends ? kRing - held : held});
-  char* shared = c.ring(from, to) + at;
-  std::memcpy(t.sends ? shared : t.data, t.sends ? t.data : shared, part);
+// Moves what can move now of the header, or of the data behind it; how many bytes did.
+size_t advance(Comm& c, const char* what, Message& m) {
+  Ring& ring = c.rings[m.sends ? c.rank * c.size + m.peer : m.peer * c.size + c.rank];
+  std::atomic<uint64_t>& place = m.sends ? ring.written : ring.read;
+  const size_t held = ring.written - ring.read, at = place % kRing;
+  const bool in_header = m.done < sizeof m.header;
+  const size_t end = sizeof m.header + (in_header ? 0 : m.data.bytes);
+  const size_t part = std::min({end - m.done, kRing - at, m.sends ? kRing - held : held});
+  char* mine = in_header ? reinterpret_cast<char*>(&m.header) + m.done
+                         : m.data.at + (m.done - sizeof m.header);
+  std::memcpy(m.sends ? ring.bytes + at : mine, m.sends ? mine : ring.bytes + at, part);
   place += part;
-  t.data += part;
-  t.bytes -= part;
+  m.done += part;
+  const bool just_read = !m.sends && in_header && m.done == end;
+  if (just_read && (std::strcmp(m.header.what, what) != 0 || m.header.bytes != m.data.bytes))
+    fail(kParameter, "rank %u runs %s (%zu bytes), but rank %u runs %s (%zu bytes)", c.rank, what,
+         m.data.bytes, m.peer, m.header.what, size_t{m.header.bytes});
   return part;
 }
 
-// All transfers move side by side, so that two ranks may send to each other first.
-int run_transfers(Comm& c, const char* what, std::vector<Transfer> all) {
-  for (;;) {
-    const Transfer* open = nullptr;
-    const bool moved = wait_for([&] {
-      size_t part = 0;
-      open = nullptr;
-      for (Transfer& t : all) {
-        if (t.bytes) part += advance(c, t);
-        if (t.bytes) open = &t;
-      }
-      return part || !open;
-    });
-    if (!open) return kSuccess;
-    if (moved) continue;
-    c.error = kTimeout;
-    return fail(kTimeout, "%s on rank %u timed out: rank %u does not %s", what, c.rank, open->peer,
-                open->sends ? "receive" : "send");
+void exchange(Comm& c, const char* what, std::vector<Message> messages) {
+  using clock = std::chrono::steady_clock;
+  const auto patience = std::chrono::seconds(setting("NPUSIM_HCCL_TIMEOUT", 60));
+  for (Message& m : messages) {
+    if (!m.sends) continue;
+    std::snprintf(m.header.what, sizeof m.header.what, "%s", what);
+    m.header.bytes = m.data.bytes;
   }
+  auto end = clock::now() + patience;
+  for (int idle = 0;; ++idle) {
+    size_t moved = 0;
+    const Message* open = nullptr;
+    bool busy[2][kMaxRanks] = {};  // one message after the other in each direction of a pair
+    for (Message& m : messages) {
+      if (m.complete() || busy[m.sends][m.peer]) continue;
+      moved += advance(c, what, m);
+      if (m.complete()) continue;
+      busy[m.sends][m.peer] = true;
+      open = &m;
+    }
+    if (!open) return;
+    if (moved) {
+      idle = 0;
+      end = clock::now() + patience;
+    } else if (clock::now() > end) {
+      fail(kTimeout, "%s on rank %u of %u timed out: rank %u does not %s", what, c.rank, c.size,
+           open->peer, open->sends ? "receive" : "send");
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(idle < 100 ? 20 : 500));
+    }
+  }
+}
+
+void submit_exchange(Comm* c, const char* what, void* stream, std::vector<Message> messages,
+                     Task then = [] {}) {
+  submit(
+      stream,
+      [=] {
+        try {
+          exchange(*c, what, messages);
+        } catch (const Failure& failure) {
+          c->error = failure.code;
+          throw;
+        }
+        then();
+      },
+      true);
+}
+
+// What this rank sends to rank r, or where it puts what rank r sends: empty where nothing goes.
+using Side = std::function<Span(uint32_t r)>;
+
+// Between all ranks. Sends come first: a rank that fails has told everybody what it runs.
+std::vector<Message> with_all(const Comm& c, Side send, Side receive) {
+  std::vector<Message> messages;
+  for (uint32_t r = 0; r < c.size; ++r) messages.push_back({true, r, send(r)});
+  for (uint32_t r = 0; r < c.size; ++r) messages.push_back({false, r, receive(r)});
+  return messages;
+}
+
+void collective(Comm* c, const char* what, void* stream, Side send, Side receive) {
+  submit_exchange(c, what, stream, with_all(*c, send, receive));
+}
+
+// As collective, but what comes is folded into `out`: in the order of the ranks, so that every rank
+// gets the same bits.
+void reduction(Comm* c, const char* what, void* stream, Side send, Span out, int type, int op) {
+  if (op < 0 || op > 3) fail(kUnsupported, "HCCL reduction %d is not simulated", op);
+  const auto parts = std::make_shared<std::vector<char>>(c->size * out.bytes);
+  const Side receive = [=](uint32_t r) { return Span{parts->data()}.part(r, out.bytes); };
+  const int64_t ranks = c->size, count = out.bytes / c10::elementSize(kTypes[type]);
+  submit_exchange(c, what, stream, with_all(*c, send, receive), later([=] {
+    const at::Tensor all = at::from_blob(parts->data(), {ranks, count}, kTypes[type]);
+    at::Tensor folded = at::from_blob(out.at, {count}, kTypes[type]);
+    if (op == 0) at::sum_out(folded, all, 0);
+    if (op == 1) at::prod_out(folded, all, 0);
+    if (op == 2) at::amax_out(folded, all, 0);
+    if (op == 3) at::amin_out(folded, all, 0);
+  }));
+}
+
+// `count` elements of device memory, `offset` elements behind `base`.
+Span buffer(const void* base, uint64_t count, int type, uint64_t offset = 0) {
+  if (type < 0 || type >= static_cast<int>(std::size(kTypes)))
+    fail(kUnsupported, "HCCL data type %d is not simulated", type);
+  const size_t step = c10::elementSize(kTypes[type]), bytes = count * step;
+  if (!bytes) return {};
+  char* at = view(static_cast<const char*>(base) + offset * step, bytes);
+  if (!at) fail(kParameter, "HCCL buffer of %zu bytes is not device memory", bytes);
+  return {at, bytes};
+}
+
+Side always(Span span) {
+  return [=](uint32_t) { return span; };
+}
+Side parts_of(const Comm* c, Span whole) {
+  return [=](uint32_t r) { return whole.part(r, whole.bytes / c->size); };
+}
+Side only(uint32_t rank, Span span) {
+  return [=](uint32_t r) { return r == rank ? span : Span{}; };
 }
 
 }  // namespace
 
 // ---- communicators
-API int HcclGetRootInfo(char* out) {
-  ENTER("HcclGetRootInfo");
+ENTRY(HcclGetRootInfo, (char* out), {
   RootInfo info = {};
   std::memcpy(info.magic, kMagic, sizeof kMagic);
   info.pid = getpid();
   info.file = memfd_create("npusim-hccl", 0);
-  if (info.file < 0 || ftruncate(info.file, static_cast<off_t>(shared_bytes(kMaxRanks))))
-    return fail(kSystem, "cannot create shared memory: %m");
+  if (info.file < 0 || ftruncate(info.file, sizeof(Ring) * kMaxRanks * kMaxRanks))
+    fail(kSystem, "cannot create shared memory: %m");
   std::memset(out, 0, kRootInfoBytes);
   std::memcpy(out, &info, sizeof info);
-  return kSuccess;
-}
-API int HcclCommInitRootInfo(uint32_t size, const char* root, uint32_t rank, void** out) {
-  ENTER("HcclCommInitRootInfo");
+})
+ENTRY(HcclCommInitRootInfo, (uint32_t size, const char* root, uint32_t rank, Comm** out), {
   RootInfo info;
   std::memcpy(&info, root, sizeof info);
   if (std::memcmp(info.magic, kMagic, sizeof kMagic) != 0)
-    return fail(kParameter, "the root info is not from this simulator");
-  if (size > kMaxRanks) return fail(kUnsupported, "more than %d ranks", kMaxRanks);
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", info.pid, info.file);
-  const int file = open(path, O_RDWR);
-  if (file < 0) return fail(kSystem, "cannot reach rank 0's memory %s: %m", path);
-  const size_t bytes = shared_bytes(size);
-  void* base =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+    fail(kParameter, "the root info is not from this simulator");
+  if (size > kMaxRanks) fail(kUnsupported, "more than %u ranks", kMaxRanks);
+  const std::string path = "/proc/" + std::to_string(info.pid) + "/fd/" + std::to_string(info.file);
+  const int file = open(path.c_str(), O_RDWR);
+  if (file < 0) fail(kSystem, "cannot reach rank 0's memory %s: %m", path.c_str());
+  const int flags = MAP_SHARED | MAP_NORESERVE;
+  void* base = mmap(nullptr, sizeof(Ring) * size * size, PROT_READ | PROT_WRITE, flags, file, 0);
   close(file);
-  if (base == MAP_FAILED) return fail(kSystem, "cannot map shared memory: %m");
-  Comm* c = new Comm;
-  c->size = size;
-  c->rank = rank;
-  c->base = static_cast<char*>(base);
-  c->bytes = bytes;
-  c->name = "npusim_" + std::to_string(info.pid) + "_" + std::to_string(info.file);
-  *out = c;
-  return wait_for_all(*c, "HcclCommInitRootInfo");
-}
+  if (base == MAP_FAILED) fail(kSystem, "cannot map shared memory: %m");
+  *out = new Comm{size, rank, static_cast<Ring*>(base)};
+  const Side nothing = always({});
+  exchange(**out, "CommInit", with_all(**out, nothing, nothing));
+})
 API int HcclCommInitRootInfoConfig(uint32_t size, const char* root, uint32_t rank, const void*,
-                                   void** out) {
+                                   Comm** out) {
   return HcclCommInitRootInfo(size, root, rank, out);
 }
-API int HcclGetCommName(void* comm, char* out) {
-  std::strcpy(out, comm_of(comm)->name.c_str());
-  return kSuccess;
-}
-API int HcclCommDestroy(void* comm) {
-  ENTER("HcclCommDestroy");
-  if (int code = finish_all()) return code;
-  munmap(comm_of(comm)->base, comm_of(comm)->bytes);
-  delete comm_of(comm);
-  return kSuccess;
-}
-API int HcclGetCommAsyncError(void* comm, int* error) {
-  *error = comm_of(comm)->error;
-  return kSuccess;
-}
+ENTRY(HcclCommDestroy, (Comm* c), {
+  finish_all();
+  munmap(c->rings, sizeof(Ring) * c->size * c->size);
+  delete c;
+})
+ENTRY(HcclGetCommAsyncError, (Comm* c, int* error), *error = c->error;)
 API const char* aclGetRecentErrMsg();
 API const char* HcclGetErrorString(int) { return aclGetRecentErrMsg(); }
-API uint32_t HcclGetCommConfigCapability() { return 0; }
-API int HcclSetConfig(int, int64_t) { return kSuccess; }
 
-// ---- collectives: count the call, then run the body as a waiting task
-#define COLLECTIVE(name, params, ...)                                        \
-  API int name(UNPACKED params, void* comm, void* stream) {                 \
-    ENTER(#name);                                                            \
-    Comm& c = *comm_of(comm);                                                \
-    const char* const what = #name + sizeof "Hccl" - 1;                      \
-    return submit(stream, [=, &c]() -> int __VA_ARGS__, true);               \
-  }
-#define UNPACKED(...) __VA_ARGS__
-
-COLLECTIVE(HcclAllReduce, (const void* in, void* out, uint64_t count, int type, int op), {
-  const Buffer from = buffer(in, count, type), to = buffer(out, count, type);
-  REQUIRE(from);
-  REQUIRE(to);
-  return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    return fold(c, window, 0, to.at, count, type, op);
-  });
+// ---- collectives
+ENTRY(HcclAllReduce, (const void* in, void* out, uint64_t count, int type, int op, Comm* c,
+                      void* stream), {
+  const Span mine = buffer(in, count, type), result = buffer(out, count, type);
+  reduction(c, "AllReduce", stream, always(mine), result, type, op);
 })
-
-COLLECTIVE(HcclReduce,
-           (const void* in, void* out, uint64_t count, int type, int op, uint32_t root), {
-  const Buffer from = buffer(in, count, type), to = buffer(out, c.rank == root ? count : 0, type);
-  REQUIRE(from);
-  REQUIRE(to);
-  return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    return c.rank == root ? fold(c, window, 0, to.at, count, type, op) : int{kSuccess};
-  });
+ENTRY(HcclReduce, (const void* in, void* out, uint64_t count, int type, int op, uint32_t root,
+                   Comm* c, void* stream), {
+  const Span mine = buffer(in, count, type);
+  const Span result = buffer(out, c->rank == root ? count : 0, type);
+  reduction(c, "Reduce", stream, only(root, mine), result, type, op);
 })
-
-COLLECTIVE(HcclReduceScatter, (const void* in, void* out, uint64_t count, int type, int op), {
-  const Buffer from = buffer(in, count * c.size, type), to = buffer(out, count, type);
-  REQUIRE(from);
-  REQUIRE(to);
-  return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    return fold(c, window, c.rank * to.bytes, to.at, count, type, op);
-  });
+ENTRY(HcclReduceScatter, (const void* in, void* out, uint64_t count, int type, int op, Comm* c,
+                          void* stream), {
+  const Span mine = buffer(in, count * c->size, type), result = buffer(out, count, type);
+  reduction(c, "ReduceScatter", stream, parts_of(c, mine), result, type, op);
 })
-
-COLLECTIVE(HcclBroadcast, (void* data, uint64_t count, int type, uint32_t root), {
-  const Buffer both = buffer(data, count, type);
-  REQUIRE(both);
-  return exchange(c, what, c.rank == root ? both.at : nullptr, both.bytes, both.bytes,
-                  [&](auto window) {
-                    if (c.rank != root) std::memcpy(both.at, window(root), both.bytes);
-                    return kSuccess;
-                  });
+ENTRY(HcclBroadcast, (void* data, uint64_t count, int type, uint32_t root, Comm* c, void* stream), {
+  const Span all = buffer(data, count, type), sent = c->rank == root ? all : Span{};
+  collective(c, "Broadcast", stream, always(sent), only(root, all));
 })
-
-COLLECTIVE(HcclAllGather, (const void* in, void* out, uint64_t count, int type), {
-  const Buffer from = buffer(in, count, type), to = buffer(out, count * c.size, type);
-  REQUIRE(from);
-  REQUIRE(to);
-  return exchange(c, what, from.at, from.bytes, from.bytes, [&](auto window) {
-    for (uint32_t r = 0; r < c.size; ++r)
-      std::memcpy(to.at + r * from.bytes, window(r), from.bytes);
-    return kSuccess;
-  });
+ENTRY(HcclScatter, (const void* in, void* out, uint64_t count, int type, uint32_t root, Comm* c,
+                    void* stream), {
+  const Span all = buffer(in, c->rank == root ? count * c->size : 0, type);
+  collective(c, "Scatter", stream, parts_of(c, all), only(root, buffer(out, count, type)));
 })
-
-COLLECTIVE(HcclScatter, (const void* in, void* out, uint64_t count, int type, uint32_t root), {
-  const Buffer from = buffer(in, c.rank == root ? count * c.size : 0, type);
-  const Buffer to = buffer(out, count, type);
-  REQUIRE(from);
-  REQUIRE(to);
-  return exchange(c, what, from.at, from.bytes, to.bytes, [&](auto window) {
-    std::memcpy(to.at, window(root) + c.rank * to.bytes, to.bytes);
-    return kSuccess;
-  });
+ENTRY(HcclAllGather, (const void* in, void* out, uint64_t count, int type, Comm* c, void* stream), {
+  const Span mine = buffer(in, count, type), all = buffer(out, count * c->size, type);
+  collective(c, "AllGather", stream, always(mine), parts_of(c, all));
+})
+ENTRY(HcclAlltoAll, (const void* in, uint64_t count, int type, const void* out, uint64_t, int,
+                     Comm* c, void* stream), {
+  const Span from = buffer(in, count * c->size, type), to = buffer(out, count * c->size, type);
+  collective(c, "AlltoAll", stream, parts_of(c, from), parts_of(c, to));
+})
+ENTRY(HcclAlltoAllV, (const void* in, const uint64_t* in_counts, const uint64_t* in_offsets,
+                      int type, const void* out, const uint64_t* out_counts,
+                      const uint64_t* out_offsets, int, Comm* c, void* stream), {
+  collective(
+      c, "AlltoAllV", stream,
+      [=](uint32_t r) { return buffer(in, in_counts[r], type, in_offsets[r]); },
+      [=](uint32_t r) { return buffer(out, out_counts[r], type, out_offsets[r]); });
 })
 
 // ---- between pairs of ranks
-
-namespace {
-
 struct Item {
   int kind;  // 0 send, 1 receive
   void* data;
@@ -363,58 +298,20 @@ struct Item {
   int type;
   uint32_t peer;
 };
-
-// Buffers are checked at the call: what a caller hands over in arrays lives only that long.
-int transfer(Comm& c, const char* what, const std::vector<Item>& items, void* stream) {
-  std::vector<Transfer> all;
-  for (const Item& item : items) {
-    const Buffer data = buffer(item.data, item.count, item.type);
-    REQUIRE(data);
-    if (item.peer >= c.size) return fail(kParameter, "%s: no rank %u", what, item.peer);
-    all.push_back({item.kind == 0, data.at, data.bytes, item.peer});
+ENTRY(HcclBatchSendRecv, (const Item* items, uint32_t count, Comm* c, void* stream), {
+  std::vector<Message> messages;
+  for (const Item* item = items; item != items + count; ++item) {
+    if (item->peer >= c->size) fail(kParameter, "no rank %u", item->peer);
+    const Span data = buffer(item->data, item->count, item->type);
+    messages.push_back({item->kind == 0, item->peer, data});
   }
-  return submit(stream, [=, &c] { return run_transfers(c, what, all); }, true);
+  submit_exchange(c, "SendRecv", stream, messages);
+})
+API int HcclSend(void* data, uint64_t count, int type, uint32_t peer, Comm* c, void* stream) {
+  const Item item{0, data, count, type, peer};
+  return HcclBatchSendRecv(&item, 1, c, stream);
 }
-
-// The part of a buffer from an offset in elements on.
-void* part_of(const void* base, uint64_t offset, int type) {
-  const bool known = type >= 0 && type < static_cast<int>(std::size(kDtype));
-  const char* at = static_cast<const char*>(base);
-  return const_cast<char*>(at) + (known ? offset * size_of(kDtype[type]) : 0);
-}
-
-}  // namespace
-
-API int HcclAlltoAllV(const void* in, const uint64_t* in_counts, const uint64_t* in_offsets,
-                      int type, const void* out, const uint64_t* out_counts,
-                      const uint64_t* out_offsets, int, void* comm, void* stream) {
-  ENTER("HcclAlltoAllV");
-  std::vector<Item> items;
-  for (uint32_t r = 0; r < comm_of(comm)->size; ++r) {
-    items.push_back({0, part_of(in, in_offsets[r], type), in_counts[r], type, r});
-    items.push_back({1, part_of(out, out_offsets[r], type), out_counts[r], type, r});
-  }
-  return transfer(*comm_of(comm), "AlltoAllV", items, stream);
-}
-API int HcclAlltoAll(const void* in, uint64_t count, int type, const void* out, uint64_t, int,
-                     void* comm, void* stream) {
-  ENTER("HcclAlltoAll");
-  std::vector<Item> items;
-  for (uint32_t r = 0; r < comm_of(comm)->size; ++r) {
-    items.push_back({0, part_of(in, r * count, type), count, type, r});
-    items.push_back({1, part_of(out, r * count, type), count, type, r});
-  }
-  return transfer(*comm_of(comm), "AlltoAll", items, stream);
-}
-API int HcclSend(void* data, uint64_t count, int type, uint32_t peer, void* comm, void* stream) {
-  ENTER("HcclSend");
-  return transfer(*comm_of(comm), "Send", {{0, data, count, type, peer}}, stream);
-}
-API int HcclRecv(void* data, uint64_t count, int type, uint32_t peer, void* comm, void* stream) {
-  ENTER("HcclRecv");
-  return transfer(*comm_of(comm), "Recv", {{1, data, count, type, peer}}, stream);
-}
-API int HcclBatchSendRecv(const Item* items, uint32_t count, void* comm, void* stream) {
-  ENTER("HcclBatchSendRecv");
-  return transfer(*comm_of(comm), "BatchSendRecv", {items, items + count}, stream);
+API int HcclRecv(void* data, uint64_t count, int type, uint32_t peer, Comm* c, void* stream) {
+  const Item item{1, data, count, type, peer};
+  return HcclBatchSendRecv(&item, 1, c, stream);
 }

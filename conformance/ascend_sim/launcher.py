@@ -22,9 +22,11 @@ from torchtitan_ckpt.errors import DeviceError, Problem
 PYTHON_ENV = "TORCHTITAN_CKPT_NPU_PYTHON"
 _BESIDE_THE_PROJECT = Path(__file__).resolve().parents[2] / ".venv-npu" / "bin" / "python"
 _ASK_VERSIONS = (
-    "import importlib.metadata as m, json\n"
+    "import importlib.metadata as m, importlib.util as u, json, os\n"
     "names = {d.metadata['Name'].replace('-', '_').lower(): d.version for d in m.distributions()}\n"
-    "print(json.dumps({n: names.get(n) for n in ('torch', 'torch_npu')}))"
+    "found = {n: names.get(n) for n in ('torch', 'torch_npu')}\n"
+    "folder = os.path.dirname(u.find_spec('torch').origin) if found['torch'] else None\n"
+    "print(json.dumps({**found, 'folder': folder}))"
 )
 
 
@@ -66,7 +68,8 @@ def find() -> Simulator:
                     fix="run scripts/setup_npu_sim.sh, which installs a pair that fits",
                 )
             )
-        return Simulator(python, {"torch": torch, "torch_npu": npu}, build.build())
+        libraries = build.build(Path(versions.get("folder") or ""))
+        return Simulator(python, {"torch": torch, "torch_npu": npu}, libraries)
     raise DeviceError(
         Problem(
             code="device.sim-no-torch-npu",
@@ -110,6 +113,9 @@ def environment(
         "ASCEND_OPP_PATH": str(home / "opp"),
         # With the task queue torch_npu reports errors late and lets later operators pass.
         "TASK_QUEUE_ENABLE": "0",
+        # torch's kernels give the same bits every time only with the same number of threads, and
+        # the device's work runs in whichever thread of torch_npu asks for it.
+        "OMP_NUM_THREADS": "1",
         "NPUSIM_DEVICES": str(devices),
         "NPUSIM_MEM_MB": str(memory_mb),
         "NPUSIM_LAZY": str(int(lazy)),

@@ -1,352 +1,246 @@
-// The operators that checkpointing and the optimizers need.
+// The operators that checkpointing, the optimizers and the reference job's models call: for each
+// its name, its arguments in CANN's order, and the function of torch that does it on the CPU.
 //
-// Arithmetic is done in float (double for double, int64 for integers) and rounded once, on storing;
-// reductions and matrix products accumulate in double. Rounding is therefore close to Ascend's,
-// never equal.
-#include "operators.h"
+// torch_npu calls an operator in two phases: aclnnXGetWorkspaceSize plans, aclnnX launches. Here
+// the first checks every argument and makes the task; the second submits it to the stream. Kernels
+// and rounding are the CPU's, not Ascend's.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 
-#include <cmath>
-#include <limits>
+#include "values.h"
 
 using namespace sim;
-
-// ---- copies, casts, layout: one strided copy does them all
-
-Task sim::copy(Tensor out, Tensor in) {
-  const bool same = out.dtype == in.dtype;
-  if (same && out.sizes == in.sizes && out.dense() && in.dense()) {
-    return [=] {
-      std::memmove(out.data, in.data, static_cast<size_t>(out.count()) * out.step());
-      return int{kSuccess};
-    };
-  }
-  const std::array<Ints, 2> strides{out.strides, broadcast(in, out.sizes)};
-  return [=] {
-    walk(out.sizes, strides, [&](const auto& at) {
-      if (same) {
-        std::memcpy(out.at(at[0]), in.at(at[1]), out.step());
-      } else if (is_floating(in.dtype)) {
-        store(out.dtype, out.at(at[0]), read<double>(in, at[1]));
-      } else {
-        store(out.dtype, out.at(at[0]), read<int64_t>(in, at[1]));
-      }
-    });
-    return int{kSuccess};
-  };
-}
-
-Task sim::fill(Tensor out, Scalar value) {
-  return elementwise(out, [](auto x) { return x; }, value);
-}
-
-Tensor sim::narrow(Tensor t, int64_t dim, int64_t start, int64_t length) {
-  if (start < 0 || start + length > t.sizes[dim]) refuse("parts do not fit the output");
-  if (t.data) t.data = t.at(start * t.strides[dim]);
-  t.sizes[dim] = length;
-  return t;
-}
-
-Tensor sim::repeated(Tensor t, int64_t dim, int64_t size) {
-  t.sizes.insert(t.sizes.begin() + dim, size);
-  t.strides.insert(t.strides.begin() + dim, 0);
-  return t;
-}
+using at::Tensor;
 
 namespace {
 
-Task concatenate(const std::vector<Tensor>& parts, int64_t dim, const Tensor& out) {
-  int64_t start = 0;
-  std::vector<Task> tasks;
-  for (const Tensor& part : parts) {
-    if (part.rank() == 1 && part.sizes[0] == 0) continue;  // torch lets an empty vector through
-    if (part.rank() != out.rank()) refuse("parts of another rank");
-    tasks.push_back(copy(narrow(out, dim, start, part.sizes[dim]), part));
-    start += part.sizes[dim];
-  }
-  return in_turn(std::move(tasks));
+// torch_npu may ignore the result of the first phase; then there is no plan.
+void launch(Task* plan, void* stream) {
+  if (!plan) fail(kAclnnNull, "launched without a plan");
+  Task task = std::move(*plan);
+  delete plan;
+  submit(stream, std::move(task));
 }
 
 }  // namespace
 
-OPERATOR(aclnnInplaceCopy, (Out self, In from), { return copy(operand(self), operand(from)); })
-OPERATOR(aclnnInplaceZero, (Out self), { return fill(operand(self), {0, 0}); })
-OPERATOR(aclnnInplaceOne, (Out self), { return fill(operand(self), {1, 1}); })
-OPERATOR(aclnnInplaceFillScalar, (Out self, Number value),
-         { return fill(operand(self), operand(value)); })
-OPERATOR(aclnnCat, (List parts, int64_t dim, Out out), {
-  const Tensor to = operand(out);
-  return concatenate(operand(parts), wrap(dim, to.rank()), to);
-})
-OPERATOR(aclnnStack, (List parts, int64_t dim, Out out), {
-  const Tensor to = operand(out);
-  const int64_t at = wrap(dim, to.rank());
-  std::vector<Tensor> items = operand(parts);
-  for (Tensor& item : items) item = repeated(item, at, 1);
-  return concatenate(items, at, to);
-})
-OPERATOR(aclnnConstantPadNd, (In self, Dims pads, Number value, Out out), {
-  const Tensor from = operand(self), to = operand(out);
-  const Ints pad = operand(pads);  // pairs (before, after), last dimension first
-  Tensor middle = to;
-  for (size_t i = 0; 2 * i < pad.size(); ++i) {
-    const int64_t dim = from.rank() - 1 - static_cast<int64_t>(i);
-    middle = narrow(middle, dim, pad[2 * i], from.sizes[dim]);
+// OPERATOR(X, (arguments of aclnnX), function, what to call it with)
+#define OPERATOR(Name, params, function, ...)                                                  \
+  API int aclnn##Name##GetWorkspaceSize(UNPACKED params, uint64_t* workspace_, Task** plan_) { \
+    *workspace_ = 0;                                                                           \
+    *plan_ = nullptr;                                                                          \
+    return guarded("aclnn" #Name, [&] {                                                        \
+      enter("aclnn" #Name);                                                                    \
+      *plan_ = new Task(later([](auto&... with) { function(with...); }, __VA_ARGS__));         \
+    });                                                                                        \
+  }                                                                                            \
+  API int aclnn##Name(void*, uint64_t, Task* plan, void* stream) {                             \
+    return guarded("aclnn" #Name, [&] { launch(plan, stream); });                              \
   }
-  return in_turn({fill(to, operand(value)), copy(middle, from)});
-})
-OPERATOR(aclnnArange, (Number start, Number, Number step, Out out), {
-  const Tensor to = operand(out);
-  const Scalar first = operand(start), by = operand(step);
-  return [=] {
-    in_working_type({is_floating(to.dtype) ? kDouble : kInt64}, [&](auto zero) {
-      using T = decltype(zero);
-      for (int64_t i = 0; i < to.count(); ++i)
-        store(to.dtype, to.at(i * to.strides[0]),
-              read<T>(first, 0) + static_cast<T>(i) * read<T>(by, 0));
-    });
-    return int{kSuccess};
-  };
-})
+#define UNPACKED(...) __VA_ARGS__
 
-// ---- elementwise arithmetic and comparisons
+// out = function(x, ...), and the same in place.
+#define BOTH_FORMS(Name, params, function, ...)                                       \
+  OPERATOR(Name, (In x, UNPACKED params, Out out), function, out, x, __VA_ARGS__)     \
+  OPERATOR(Inplace##Name, (Out x, UNPACKED params), function, x, x, __VA_ARGS__)
+#define UNARY(Name, function) OPERATOR(Name, (In x, Out out), function, out, x)
+#define COMPARISON(Name, function)                                           \
+  OPERATOR(Name##Tensor, (In x, In y, Out out), function, out, x, y)         \
+  OPERATOR(Name##Scalar, (In x, Number y, Out out), function, out, x, y)
 
-BOTH_FORMS(Add, (In y, Number alpha), kAdd, y, alpha)
-BOTH_FORMS(Adds, (Number y, Number alpha), kAdd, y, alpha)
-BOTH_FORMS(Sub, (In y, Number alpha), kSub, y, alpha)
-BOTH_FORMS(Subs, (Number y, Number alpha), kSub, y, alpha)
-BOTH_FORMS(Mul, (In y), kMul, y)
-BOTH_FORMS(Muls, (Number y), kMul, y)
-BOTH_FORMS(Div, (In y), kDiv, y)
-BOTH_FORMS(Divs, (Number y), kDiv, y)
-BOTH_FORMS(Addcmul, (In y, In z, Number value), kAddcmul, y, z, value)
-BOTH_FORMS(Addcdiv, (In y, In z, Number value), kAddcdiv, y, z, value)
-BOTH_FORMS(Lerps, (In y, Number weight), kLerp, y, weight)
-OPERATOR(aclnnRsubs, (In x, Number y, Number alpha, Out out), {
-  return pointwise(out, [](auto a, auto from, auto times) { return from - times * a; }, x, y, alpha);
-})
-OPERATOR(aclnnPowTensorScalar, (In x, Number y, Out out), {
-  return pointwise(out, [](auto a, auto b) { return std::pow(double(a), double(b)); }, x, y);
-})
-UNARY(Sqrt, std::sqrt(x))
-UNARY(Neg, -x)
-UNARY(Abs, x < 0 ? -x : x)
-UNARY(Reciprocal, divide(decltype(x)(1), x))
-
-#define COMPARISON(Name, op) \
-  OPERATOR(aclnn##Name##Tensor, (In a, In b, Out out), { \
-    return pointwise(out, [](auto x, auto y) { return int64_t(x op y); }, a, b); \
-  }) \
-  OPERATOR(aclnn##Name##Scalar, (In a, Number b, Out out), { \
-    return pointwise(out, [](auto x, auto y) { return int64_t(x op y); }, a, b); \
-  })
-COMPARISON(Eq, ==)
-COMPARISON(Ne, !=)
-COMPARISON(Le, <=)
-COMPARISON(Gt, >)
-
-OPERATOR(aclnnIsClose, (In a, In b, double rtol, double atol, bool equal_nan, Out out), {
-  return pointwise(out, [=](auto x, auto y) {
-    const double p = static_cast<double>(x), q = static_cast<double>(y);
-    if (std::isnan(p) && std::isnan(q)) return int64_t{equal_nan};
-    if (p == q) return int64_t{1};
-    if (!std::isfinite(p) || !std::isfinite(q)) return int64_t{0};
-    return int64_t{std::fabs(p - q) <= atol + rtol * std::fabs(q)};
-  }, a, b);
-})
-OPERATOR(aclnnEqual, (In a, In b, Out out), {
-  const Tensor x = operand(a), y = operand(b), to = operand(out);
-  return [=] {
-    bool equal = x.sizes == y.sizes;
-    if (equal) {
-      in_working_type({x.dtype, y.dtype}, [&](auto zero) {
-        using T = decltype(zero);
-        walk(x.sizes, std::array<Ints, 2>{x.strides, y.strides},
-             [&](const auto& at) { equal &= read<T>(x, at[0]) == read<T>(y, at[1]); });
-      });
-    }
-    store(to.dtype, to.data, int64_t{equal});
-    return int{kSuccess};
-  };
-})
-
-// ---- reductions
-
-Task sim::reduce(Tensor in, const Ints& dims, Tensor out, double start,
-                 double (*fold)(double, double), double (*finish)(double, double)) {
-  std::vector<char> gone(in.sizes.size(), dims.empty());
-  for (int64_t dim : dims) gone[wrap(dim, in.rank())] = 1;
-  Ints places(in.sizes.size(), 0);  // strides into the folded values; 0 where folded
-  int64_t kept = 1;
-  for (int64_t d = in.rank() - 1; d >= 0; --d) {
-    if (gone[d]) continue;
-    places[d] = kept;
-    kept *= in.sizes[d];
-  }
-  if (kept != out.count()) refuse("the output does not fit the reduction");
-  const double count = static_cast<double>(in.count()) / static_cast<double>(kept);
-  return [=] {
-    std::vector<double> values(kept, start);
-    walk(in.sizes, std::array<Ints, 2>{in.strides, places}, [&](const auto& at) {
-      values[at[1]] = fold(values[at[1]], read<double>(in, at[0]));
-    });
-    size_t i = 0;
-    walk(out.sizes, std::array<Ints, 1>{out.strides}, [&](const auto& at) {
-      store(out.dtype, out.at(at[0]), finish(values[i++], count));
-    });
-    return int{kSuccess};
-  };
-}
-
-OPERATOR(aclnnReduceSum, (In self, Dims dims, bool, int, Out out),
-         { return reduce(operand(self), operand(dims), operand(out), 0, sum_of, itself); })
-OPERATOR(aclnnMean, (In self, Dims dims, bool, int, Out out), {
-  return reduce(operand(self), operand(dims), operand(out), 0, sum_of,
-                [](double value, double count) { return value / count; });
-})
-OPERATOR(aclnnAll, (In self, Dims dims, bool, Out out), {
-  return reduce(operand(self), operand(dims), operand(out), 1,
-                [](double a, double b) { return double(a && b); }, itself);
-})
-OPERATOR(aclnnAny, (In self, Dims dims, bool, Out out), {
-  return reduce(operand(self), operand(dims), operand(out), 0,
-                [](double a, double b) { return double(a || b); }, itself);
-})
-OPERATOR(aclnnMax, (In self, Out out), {
-  return reduce(operand(self), {}, operand(out), -std::numeric_limits<double>::infinity(),
-                [](double a, double b) { return a > b ? a : b; }, itself);
-})
-OPERATOR(aclnnMin, (In self, Out out), {
-  return reduce(operand(self), {}, operand(out), std::numeric_limits<double>::infinity(),
-                [](double a, double b) { return a < b ? a : b; }, itself);
-})
-OPERATOR(aclnnLinalgVectorNorm, (In self, Number ord, Dims dims, bool, int, Out out), {
-  if (operand(ord).real != 2) refuse("only the 2-norm is simulated");
-  return reduce(operand(self), operand(dims), operand(out), 0,
-                [](double a, double b) { return a + b * b; },
-                [](double value, double) { return std::sqrt(value); });
-})
-
-// ---- matrix products, with dimensions of batches in front
-
-OPERATOR(aclnnMatmul, (In left, In right, Out result, int8_t), {
-  const Tensor a = operand(left), b = operand(right), out = operand(result);
-  const int64_t rank = out.rank();
-  if (rank < 2 || a.rank() < 2 || b.rank() < 2) refuse("only matrices are simulated");
-  const int64_t rows = out.sizes[rank - 2], columns = out.sizes[rank - 1], depth = a.sizes.back();
-  if (a.sizes[a.rank() - 2] != rows || b.sizes[b.rank() - 2] != depth || b.sizes.back() != columns)
-    refuse("shapes do not multiply");
-  // The batch: one walk over all three, with the last two dimensions cut off.
-  const auto batch = [](Tensor t) {
-    t.sizes.resize(t.rank() - 2);
-    t.strides.resize(t.sizes.size());
-    return t;
-  };
-  const Tensor many = batch(out);
-  const std::array<Ints, 3> strides{many.strides, broadcast(batch(a), many.sizes),
-                                    broadcast(batch(b), many.sizes)};
-  const auto place = [](const Tensor& t, int64_t row, int64_t column) {
-    return row * t.strides[t.rank() - 2] + column * t.strides.back();
-  };
-  return [=] {
-    walk(many.sizes, strides, [&](const auto& at) {
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < columns; ++j) {
-          double sum = 0;
-          for (int64_t k = 0; k < depth; ++k)
-            sum += read<double>(a, at[1] + place(a, i, k)) * read<double>(b, at[2] + place(b, k, j));
-          store(out.dtype, out.at(at[0] + place(out, i, j)), sum);
-        }
-    });
-    return int{kSuccess};
-  };
-})
-
-// ---- random numbers: a counter-based generator, not Ascend's
+// ---- what torch has under no name that takes an output
 
 namespace {
 
-uint64_t mixed(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
+void copy(Tensor& out, const Tensor& in) { out.copy_(in); }
+void fill(Tensor& out, const at::Scalar& value) { out.fill_(value); }
+void isclose(Tensor& out, const Tensor& x, const Tensor& y, double rtol, double atol, bool nan) {
+  out.copy_(at::isclose(x, y, rtol, atol, nan));
+}
+void equal(Tensor& out, const Tensor& x, const Tensor& y) { out.fill_(at::equal(x, y)); }
+
+at::Generator generator(uint64_t seed, uint64_t offset) {
+  return at::detail::createCPUGenerator(seed + 0x9E3779B97F4A7C15u * offset);
+}
+void normal(Tensor& out, double mean, double deviation, uint64_t seed, uint64_t offset) {
+  out.normal_(mean, deviation, generator(seed, offset));
+}
+void uniform(Tensor& out, double low, double high, uint64_t seed, uint64_t offset) {
+  out.uniform_(low, high, generator(seed, offset));
 }
 
-// In (0, 1), a function of seed, offset and counter alone.
-double uniform(uint64_t seed, uint64_t offset, uint64_t counter) {
-  const uint64_t bits = mixed(mixed(seed) ^ mixed(offset * 0x1000003u + counter));
-  return (static_cast<double>(bits >> 11) + 0.5) / 9007199254740992.0;
+// torch_npu hands over the step before this one.
+void adamw(Tensor& p, Tensor& mean, Tensor& square, std::optional<Tensor>& max_square, Tensor& grad,
+           Tensor& step, double lr, double beta1, double beta2, double decay, double eps,
+           bool amsgrad, bool maximize) {
+  std::vector<Tensor> maxima;
+  if (max_square) maxima.push_back(*max_square);
+  at::_fused_adamw_({p}, {grad}, {mean}, {square}, maxima, {step.to(at::kFloat) + 1}, lr, beta1,
+                    beta2, decay, eps, amsgrad, maximize);
 }
 
-template <class Draw>
-Task draw_into(Tensor out, Draw draw) {
-  return [=] {
-    uint64_t counter = 0;
-    walk(out.sizes, std::array<Ints, 1>{out.strides},
-         [&](const auto& at) { store(out.dtype, out.at(at[0]), draw(counter++)); });
-    return int{kSuccess};
-  };
+void softmax_backward(Tensor& out, const Tensor& grad, const Tensor& output, int64_t dim) {
+  at::_softmax_backward_data_out(out, grad, output, dim, out.scalar_type());
+}
+void log_softmax_backward(Tensor& out, const Tensor& grad, const Tensor& output, int64_t dim) {
+  at::_log_softmax_backward_data_out(out, grad, output, dim, out.scalar_type());
+}
+
+// The first of equals first, which torch's own top-k leaves open.
+void topk(Tensor& values, Tensor& indices, const Tensor& x, int64_t k, int64_t dim, bool largest) {
+  const auto [sorted, places] = at::sort(x, /*stable=*/true, dim, /*descending=*/largest);
+  values.copy_(sorted.narrow(dim, 0, k));
+  indices.copy_(places.narrow(dim, 0, k));
+}
+
+// A dimension without an index has an empty one.
+c10::List<std::optional<Tensor>> given(const std::vector<Tensor>& indices) {
+  c10::List<std::optional<Tensor>> out;
+  for (const Tensor& index : indices)
+    out.push_back(index.numel() ? std::optional(index) : std::nullopt);
+  return out;
+}
+void index(Tensor& out, const Tensor& x, const std::vector<Tensor>& indices) {
+  if (out.numel()) at::index_out(out, x, given(indices));
+}
+void index_put(Tensor& x, const std::vector<Tensor>& indices, const Tensor& values, bool add) {
+  if (values.numel()) x.index_put_(given(indices), values, add);
+}
+
+void repeat_interleave(Tensor& out, const Tensor& x, int64_t repeats, int64_t dim) {
+  out.copy_(x.repeat_interleave(repeats, dim));
+}
+void bincount(Tensor& out, const Tensor& x, const std::optional<Tensor>& weights) {
+  out.copy_(at::bincount(x, weights, out.numel()));
+}
+// How many there are shows only when it has run.
+void nonzero(Tensor& out, const Tensor& x, Value* shown) {
+  const Tensor found = at::nonzero(x);
+  out.narrow(0, 0, found.size(0)).copy_(found);
+  std::get<Layout>(shown->held).sizes[0] = found.size(0);
 }
 
 }  // namespace
 
-OPERATOR(aclnnInplaceNormal, (Out self, float mean, float deviation, int64_t seed, int64_t offset), {
-  return draw_into(operand(self), [=](uint64_t i) {
-    const double a = uniform(seed, offset, 2 * i), b = uniform(seed, offset, 2 * i + 1);
-    return mean + deviation * std::sqrt(-2 * std::log(a)) * std::cos(6.283185307179586 * b);
-  });
-})
-OPERATOR(aclnnInplaceUniform, (Out self, double low, double high, uint64_t seed, uint64_t offset), {
-  return draw_into(operand(self),
-                   [=](uint64_t i) { return low + (high - low) * uniform(seed, offset, i); });
-})
+// ---- copies, casts, layout
+OPERATOR(InplaceCopy, (Out out, In x), copy, out, x)
+OPERATOR(InplaceZero, (Out out), fill, out, at::Scalar(0))
+OPERATOR(InplaceOne, (Out out), fill, out, at::Scalar(1))
+OPERATOR(InplaceFillScalar, (Out out, Number value), fill, out, value)
+OPERATOR(Cat, (List parts, int64_t dim, Out out), at::cat_out, out, parts, dim)
+OPERATOR(Stack, (List parts, int64_t dim, Out out), at::stack_out, out, parts, dim)
+OPERATOR(ConstantPadNd, (In x, Dims pads, Number value, Out out),
+         at::constant_pad_nd_out, out, x, pads, value)
+OPERATOR(Arange, (Number start, Number end, Number step, Out out),
+         at::arange_out, out, start, end, step)
+OPERATOR(RepeatInterleaveIntWithDim, (In x, int64_t repeats, int64_t dim, int64_t, Out out),
+         repeat_interleave, out, x, repeats, dim)
+OPERATOR(Triu, (In x, int64_t diagonal, Out out), at::triu_out, out, x, diagonal)
 
-// ---- lists of tensors (foreach optimizers)
+// ---- elementwise
+BOTH_FORMS(Add, (In y, Number alpha), at::add_out, y, alpha)
+BOTH_FORMS(Adds, (Number y, Number alpha), at::add_out, y, alpha)
+BOTH_FORMS(Sub, (In y, Number alpha), at::sub_out, y, alpha)
+BOTH_FORMS(Subs, (Number y, Number alpha), at::sub_out, y, alpha)
+BOTH_FORMS(Mul, (In y), at::mul_out, y)
+BOTH_FORMS(Muls, (Number y), at::mul_out, y)
+BOTH_FORMS(Div, (In y), at::div_out, y)
+BOTH_FORMS(Divs, (Number y), at::div_out, y)
+BOTH_FORMS(Addcmul, (In y, In z, Number value), at::addcmul_out, y, z, value)
+BOTH_FORMS(Addcdiv, (In y, In z, Number value), at::addcdiv_out, y, z, value)
+BOTH_FORMS(Lerps, (In y, Number weight), at::lerp_out, y, weight)
+OPERATOR(Rsubs, (In x, Number y, Number alpha, Out out), at::rsub_out, out, x, y, alpha)
+OPERATOR(PowTensorScalar, (In x, Number y, Out out), at::pow_out, out, x, y)
+OPERATOR(PowScalarTensor, (Number x, In y, Out out), at::pow_out, out, x, y)
+OPERATOR(Clamp, (In x, Maybe<at::Scalar> least, Maybe<at::Scalar> most, Out out),
+         at::clamp_out, out, x, least, most)
+OPERATOR(InplaceMaskedFillScalar, (Out x, In mask, Number value),
+         at::masked_fill_out, x, x, mask, value)
+UNARY(Sqrt, at::sqrt_out)
+UNARY(Rsqrt, at::rsqrt_out)
+UNARY(Neg, at::neg_out)
+UNARY(Abs, at::abs_out)
+UNARY(Sign, at::sign_out)
+UNARY(Reciprocal, at::reciprocal_out)
+UNARY(Cos, at::cos_out)
+UNARY(Sin, at::sin_out)
+UNARY(Silu, at::silu_out)
+OPERATOR(SiluBackward, (In grad, In x, Out out), at::silu_backward_out, out, grad, x)
 
-OPERATOR(aclnnForeachCopy, (List in, OutList out), {
-  const std::vector<Tensor> to = operand(static_cast<List>(out)), from = operand(in);
-  if (to.size() != from.size()) refuse("lists of different length");
-  std::vector<Task> tasks;
-  for (size_t i = 0; i < to.size(); ++i) tasks.push_back(copy(to[i], from[i]));
-  return in_turn(std::move(tasks));
-})
-OPERATOR(aclnnForeachSqrt, (List in, OutList out),
-         { return foreach(out, [](auto x) { return std::sqrt(x); }, in); })
-OPERATOR(aclnnForeachAddScalarV2, (List in, Number y, OutList out),
-         { return foreach(out, [](auto a, auto b) { return a + b; }, in, y); })
-OPERATOR(aclnnForeachMulScalarV2, (List in, Number y, OutList out),
-         { return foreach(out, kMul, in, y); })
-OPERATOR(aclnnForeachDivScalarList, (List in, Numbers y, OutList out),
-         { return foreach(out, kDiv, in, y); })
-// The weight is a scalar here, unlike in other list operators without V2.
-OPERATOR(aclnnForeachLerpScalar, (List in, List end, Number weight, OutList out),
-         { return foreach(out, kLerp, in, end, weight); })
-OPERATOR(aclnnForeachAddcmulScalarV2, (List in, List a, List b, Number value, OutList out),
-         { return foreach(out, kAddcmul, in, a, b, value); })
+// ---- comparisons
+COMPARISON(Eq, at::eq_out)
+COMPARISON(Ne, at::ne_out)
+COMPARISON(Le, at::le_out)
+COMPARISON(Gt, at::gt_out)
+OPERATOR(IsClose, (In x, In y, double rtol, double atol, bool equal_nan, Out out),
+         isclose, out, x, y, rtol, atol, equal_nan)
+OPERATOR(Equal, (In x, In y, Out out), equal, out, x, y)
 
-// ---- fused AdamW, one tensor at a time; torch_npu hands over the step before this one
-OPERATOR(aclnnApplyAdamWV2,
-         (Out var, Out first, Out second, Out max_second, In grad, In step, float lr, float beta1,
-          float beta2, float decay, float eps, bool amsgrad, bool maximize), {
-  if (amsgrad || max_second) refuse("amsgrad is not simulated");
-  const Tensor p = operand(var), m = operand(first), v = operand(second), g = operand(grad),
-               steps = operand(step);
-  const std::array<Ints, 4> strides{p.strides, m.strides, v.strides, g.strides};
-  if (m.sizes != p.sizes || v.sizes != p.sizes || g.sizes != p.sizes) refuse("shapes differ");
-  return [=] {
-    const double t = read<double>(steps, 0) + 1;
-    const float correction1 = static_cast<float>(1 - std::pow(double{beta1}, t));
-    const float correction2 = static_cast<float>(std::sqrt(1 - std::pow(double{beta2}, t)));
-    walk(p.sizes, strides, [&](const auto& at) {
-      const float raw = read<float>(g, at[3]), gradient = maximize ? -raw : raw;
-      const float mean = kLerp(read<float>(m, at[1]), gradient, 1 - beta1);
-      const float square = beta2 * read<float>(v, at[2]) + (1 - beta2) * gradient * gradient;
-      const float decayed = read<float>(p, at[0]) * (1 - lr * decay);
-      const float update = lr / correction1 * mean / (std::sqrt(square) / correction2 + eps);
-      store(p.dtype, p.at(at[0]), decayed - update);
-      store(m.dtype, m.at(at[1]), mean);
-      store(v.dtype, v.at(at[2]), square);
-    });
-    return int{kSuccess};
-  };
-})
+// ---- reductions, matrix products
+OPERATOR(ReduceSum, (In x, Dims dims, bool keep, int, Out out), at::sum_out, out, x, dims, keep)
+OPERATOR(Mean, (In x, Dims dims, bool keep, int, Out out), at::mean_out, out, x, dims, keep)
+OPERATOR(All, (In x, Dims dims, bool keep, Out out), at::all_out, out, x, dims, keep)
+OPERATOR(Any, (In x, Dims dims, bool keep, Out out), at::any_out, out, x, dims, keep)
+OPERATOR(Max, (In x, Out out), at::max_out, out, x)
+OPERATOR(Min, (In x, Out out), at::min_out, out, x)
+OPERATOR(LinalgVectorNorm, (In x, Number ord, Dims dims, bool keep, int, Out out),
+         at::linalg_vector_norm_out, out, x, ord, dims, keep)
+OPERATOR(Matmul, (In x, In y, Out out, int8_t), at::matmul_out, out, x, y)
+OPERATOR(Bincount, (In x, Maybe<Tensor> weights, int64_t, Out out), bincount, out, x, weights)
+
+// ---- random numbers: repeatable from seed and offset, not Ascend's
+OPERATOR(InplaceNormal, (Out out, float mean, float deviation, int64_t seed, int64_t offset),
+         normal, out, mean, deviation, seed, offset)
+OPERATOR(InplaceUniform, (Out out, double low, double high, uint64_t seed, uint64_t offset),
+         uniform, out, low, high, seed, offset)
+
+// ---- optimizers; the weight of lerp is a scalar, unlike in other list operators without V2
+OPERATOR(ForeachCopy, (List x, List out), at::_foreach_copy_, out, x)
+OPERATOR(ForeachSqrt, (List x, List out), at::_foreach_sqrt_out, out, x)
+OPERATOR(ForeachAddScalarV2, (List x, Number y, List out), at::_foreach_add_out, out, x, y)
+OPERATOR(ForeachMulScalarV2, (List x, Number y, List out), at::_foreach_mul_out, out, x, y)
+OPERATOR(ForeachDivScalarList, (List x, Numbers y, List out), at::_foreach_div_out, out, x, y)
+OPERATOR(ForeachLerpScalar, (List x, List end, Number weight, List out),
+         at::_foreach_lerp_out, out, x, end, weight)
+OPERATOR(ForeachAddcmulScalarV2, (List x, List y, List z, Number value, List out),
+         at::_foreach_addcmul_out, out, x, y, z, value)
+OPERATOR(ApplyAdamWV2,
+         (Out p, Out mean, Out square, Maybe<Tensor> max_square, In grad, In step, float lr,
+          float beta1, float beta2, float decay, float eps, bool amsgrad, bool maximize),
+         adamw, p, mean, square, max_square, grad, step, lr, beta1, beta2, decay, eps, amsgrad,
+         maximize)
+
+// ---- attention and cross entropy
+OPERATOR(Softmax, (In x, int64_t dim, Out out), at::softmax_out, out, x, dim)
+OPERATOR(LogSoftmax, (In x, int64_t dim, Out out), at::log_softmax_out, out, x, dim)
+OPERATOR(SoftmaxBackward, (In grad, In output, int64_t dim, Out out),
+         softmax_backward, out, grad, output, dim)
+OPERATOR(LogSoftmaxBackward, (In grad, In output, int64_t dim, Out out),
+         log_softmax_backward, out, grad, output, dim)
+OPERATOR(NLLLoss,
+         (In x, In target, Maybe<Tensor> weight, int64_t reduction, int64_t ignored, Out out,
+          Out total),
+         at::nll_loss_forward_out, out, total, x, target, weight, reduction, ignored)
+OPERATOR(NLLLossBackward,
+         (In grad, In x, In target, Maybe<Tensor> weight, int64_t reduction, int64_t ignored,
+          In total, Out out),
+         at::nll_loss_backward_out, out, grad, x, target, weight, reduction, ignored, total)
+
+// ---- by index
+OPERATOR(Embedding, (In weight, In indices, Out out), at::embedding_out, out, weight, indices)
+OPERATOR(EmbeddingDenseBackward,
+         (In grad, In indices, int64_t rows, int64_t padding, bool scale, Out out),
+         at::embedding_dense_backward_out, out, grad, indices, rows, padding, scale)
+OPERATOR(Index, (In x, List indices, Out out), index, out, x, indices)
+OPERATOR(IndexPutImpl, (Out x, List indices, In values, bool accumulate, bool),
+         index_put, x, indices, values, accumulate)
+OPERATOR(IndexSelect, (In x, int64_t dim, In index, Out out),
+         at::index_select_out, out, x, dim, index)
+OPERATOR(IndexAdd, (In x, int64_t dim, In index, In source, Number alpha, Out out),
+         at::index_add_out, out, x, dim, index, source, alpha)
+OPERATOR(Gather, (In x, int64_t dim, In index, Out out), at::gather_out, out, x, dim, index)
+OPERATOR(ScatterAdd, (In x, int64_t dim, In index, In source, Out out),
+         at::scatter_add_out, out, x, dim, index, source)
+OPERATOR(Topk, (In x, int64_t k, int64_t dim, bool largest, bool, Out values, Out indices),
+         topk, values, indices, x, k, dim, largest)
+OPERATOR(Nonzero, (In x, Out out), nonzero, out, x, out.value)

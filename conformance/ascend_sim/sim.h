@@ -1,12 +1,19 @@
 // A small stand-in for the CANN runtime, so that the real torch_npu runs on a machine without NPUs.
 //
-// Shared by memory.cpp (device and pinned memory, copies), streams.cpp (streams, events, lazy mode),
-// runtime.cpp (devices, settings, faults, everything that is not simulated), operators.cpp and
-// hccl.cpp. Only the names of the C interface and the layout of its arguments are CANN's.
+//   runtime.cpp    devices, settings, planned faults, and what is not simulated, by name
+//   memory.cpp     device memory, pinned memory, copies
+//   streams.cpp    streams, events, lazy mode
+//   hccl.cpp       collectives between processes
+//   values.h, .cpp what torch_npu hands to an operator
+//   operators.cpp  a table of operators
 //
-// Rules that every file keeps:
-//   * what is not simulated fails with its own name; no call makes up data;
-//   * every entry point calls `enter` first: it counts the call and injects planned faults;
+// Only the names of the C interface and the layout of its arguments are CANN's, and torch's CPU
+// kernels do the arithmetic. What is left is what torch lacks: memory that the host cannot read,
+// work that waits until somebody waits for it, ranks that meet in shared memory, and the names that
+// torch_npu looks up, two hundred of them, none of which may make up an answer. Everywhere:
+//   * what is not simulated fails with its own name;
+//   * an entry point is an ENTRY, which counts the call and injects planned faults, and whatever
+//     cannot be served throws, which ENTRY turns into a code of CANN;
 //   * no lock is held while a task runs, so that a collective that waits for another rank stalls
 //     its own stream and nothing else.
 #pragma once
@@ -15,9 +22,6 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-
-// Every entry point that torch_npu looks up is C.
-#define API extern "C" __attribute__((visibility("default")))
 
 namespace sim {
 
@@ -35,16 +39,32 @@ enum Code : int {
   kNotSimulated = 500000,  // internal error: torch_npu turns 207000 into a mere warning
 };
 
+struct Failure {
+  int code;
+  std::string text;
+};
+// Prints and throws a Failure that begins with the name of the call. NPUSIM_ABORT=1 aborts here.
+[[noreturn]] void fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// Counts a call, and fails if a fault is planned for it.
+void enter(const char* call);
+// Runs `body` under the name of a call. The code of its Failure, whose text aclGetRecentErrMsg has.
+int guarded(const char* call, const std::function<void()>& body);
+
+// A C function that torch_npu looks up.
+#define API extern "C" __attribute__((visibility("default")))
+#define ENTRY(name, params, ...)           \
+  API int name params {                    \
+    return ::sim::guarded(#name, [&] {     \
+      ::sim::enter(#name);                 \
+      __VA_ARGS__                          \
+    });                                    \
+  }
+// The same function under another name. Further arguments that CANN gives it change nothing here.
+#define ALIAS(name, of) API decltype(of) name __attribute__((alias(#of)));
+
 // An integer from the environment.
 long setting(const char* name, long otherwise);
-
-// Record an error for aclGetRecentErrMsg, print it, and return `code`. NPUSIM_ABORT=1 aborts here.
-int fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
-
-// Count a call; non-zero is the code of an injected fault, which the caller returns.
-int enter(const char* call);
-#define ENTER(call) \
-  if (int injected = ::sim::enter(call)) return injected
 
 // ---- devices
 constexpr int kMaxDevices = 16;
@@ -52,20 +72,17 @@ int device_count();
 int current_device();  // of this thread; -1 before aclrtSetDevice
 
 // ---- memory
-// Where a pointer lies. Host memory registered with the device counts as device memory.
-bool on_device(const void* pointer);
-// Whether [pointer, pointer + bytes) lies inside one live allocation.
-bool inside_allocation(const void* pointer, size_t bytes);
-// The address under which the simulator itself may read and write what `pointer` names.
-char* view(const void* pointer);
+// Where the simulator may read and write [pointer, pointer + bytes); null unless that lies in one
+// allocation of device memory, or of host memory registered with the device.
+char* view(const void* pointer, size_t bytes);
 
 // ---- streams
-using Task = std::function<int()>;
-// Run `task` on a stream, in order. `waits` marks tasks that wait for other streams or ranks:
+using Task = std::function<void()>;
+// Runs `task` on a stream, in order. `waits` marks tasks that wait for other streams or ranks:
 // they never run in the thread that submits them.
-int submit(void* stream, Task task, bool waits = false);
-// Wait for all work of all streams of this process; the first error of them.
-int finish_all();
+void submit(void* stream, Task task, bool waits = false);
+// Waits for all work of all streams of this process; fails with their first error.
+void finish_all();
 bool lazy();
 
 }  // namespace sim

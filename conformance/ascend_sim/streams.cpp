@@ -1,17 +1,18 @@
 // Streams and events, eager and lazy.
 //
 // Eager: a task runs at once in the thread that submits it, unless it or something before it in the
-// stream has to wait for another stream or rank; then a worker thread of the stream takes over.
+// stream has to wait for another stream or rank; then a new thread runs what the stream holds.
 // Lazy (NPUSIM_LAZY=1): tasks wait until something asks for them - a synchronisation, an event, a
 // repeated query - so that a forgotten wait gives wrong data every time, not now and then.
 //
-// An event is a stream and a position in it. Waiting for one captures both at that moment, so waits
-// only ever point at work that was submitted earlier, and no circle of waits can arise.
+// An event is a place: a stream and how much had been submitted to it. Waiting for one captures the
+// place at that moment, so waits only ever point at work that was submitted earlier, and no circle
+// of waits can arise.
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -22,120 +23,105 @@ namespace sim {
 namespace {
 
 struct Stream {
-  int id = 0;
   std::mutex lock;
   std::condition_variable changed;
   std::deque<Task> queue;
   uint64_t submitted = 0;
   uint64_t finished = 0;
-  bool running = false;     // a thread is inside a task of this stream
-  bool has_worker = false;  // eager mode, once something had to wait
-  uint64_t hand_over = 0;   // the worker runs everything up to here
-  int error = 0;            // first error not yet reported
+  bool running = false;          // a thread is inside a task of this stream
+  bool draining = false;         // eager mode: a thread runs all that is submitted
+  std::optional<Failure> error;  // the first not yet reported
 };
 
-struct Event {
+struct Place {
   Stream* stream = nullptr;
   uint64_t position = 0;
+};
+struct Event {
+  Place place;
   int queries = 0;
 };
 
-struct Streams {
-  std::mutex lock;
-  std::set<Stream*> all;  // never deleted: events may name a stream that torch destroyed
-  int made = 0;
-  Stream* defaults[kMaxDevices] = {};
-  std::mutex event_lock;
-};
+std::mutex global;          // what follows, and all events
+std::vector<Stream*>& all = *new std::vector<Stream*>;  // never deleted: events may name any
+Stream* defaults[kMaxDevices];
 
-Streams& streams() {
-  static Streams* s = new Streams;
-  return *s;
-}
-
+// The caller holds the global lock.
 Stream* make_stream() {
-  Streams& s = streams();
-  Stream* stream = new Stream;
-  std::lock_guard<std::mutex> guard(s.lock);
-  stream->id = ++s.made;
-  s.all.insert(stream);
-  return stream;
+  all.push_back(new Stream);
+  return all.back();
 }
 
 Stream& resolve(void* handle) {
   if (handle) return *static_cast<Stream*>(handle);
-  Streams& s = streams();
   // A thread without a device has no default stream of its own; the first device's will do, since
   // torch_npu never submits work from such a thread.
-  Stream*& found = s.defaults[std::max(current_device(), 0)];
-  {
-    std::lock_guard<std::mutex> guard(s.lock);
-    if (found) return *found;
-  }
-  Stream* fresh = make_stream();
-  std::lock_guard<std::mutex> guard(s.lock);
-  if (!found) found = fresh;
+  Stream*& found = defaults[std::max(current_device(), 0)];
+  std::lock_guard guard(global);
+  if (!found) found = make_stream();
   return *found;
 }
 
-// Run tasks of the stream, one at a time and in order, until `position` is reached; tasks that
-// another thread has begun are waited for. The lock is open while a task runs.
-void run_until(Stream& s, uint64_t position) {
-  std::unique_lock<std::mutex> guard(s.lock);
-  while (s.finished < position) {
-    if (s.running) {
-      s.changed.wait(guard);
-      continue;
-    }
-    Task task = std::move(s.queue.front());
-    s.queue.pop_front();
-    s.running = true;
-    guard.unlock();
-    int code = enter("task");
-    if (!code) code = task();
-    task = nullptr;
-    guard.lock();
-    s.running = false;
-    ++s.finished;
-    if (code && !s.error) s.error = code;
-    s.changed.notify_all();
+// Run the next task, or wait for the one that another thread has begun. The lock is open while a
+// task runs.
+void advance(Stream& s, std::unique_lock<std::mutex>& guard) {
+  if (s.running) return s.changed.wait(guard);
+  Task task = std::move(s.queue.front());
+  s.queue.pop_front();
+  s.running = true;
+  guard.unlock();
+  std::optional<Failure> error;
+  try {
+    enter("task");
+    task();
+  } catch (const Failure& failure) {
+    error = failure;
+  } catch (const std::exception& other) {
+    error = Failure{kNotSimulated, other.what()};
   }
+  task = nullptr;  // what it holds goes before anybody learns that it is done
+  guard.lock();
+  s.running = false;
+  ++s.finished;
+  if (!s.error) s.error = error;
+  s.changed.notify_all();
 }
 
-uint64_t position(Stream& s) {
-  std::lock_guard<std::mutex> guard(s.lock);
-  return s.submitted;
+void run_until(Place place) {
+  std::unique_lock guard(place.stream->lock);
+  while (place.stream->finished < place.position) advance(*place.stream, guard);
 }
 
-bool reached(Stream& s, uint64_t where) {
-  std::lock_guard<std::mutex> guard(s.lock);
-  return s.finished >= where;
+void drain(Stream& s) {
+  std::unique_lock guard(s.lock);
+  while (s.finished < s.submitted) advance(s, guard);
+  s.draining = false;
+}
+
+Place end_of(Stream& s) {
+  std::lock_guard guard(s.lock);
+  return {&s, s.submitted};
+}
+
+bool reached(Place place) {
+  if (!place.stream) return true;
+  std::lock_guard guard(place.stream->lock);
+  return place.stream->finished >= place.position;
 }
 
 // An error is reported once, to whoever waits first.
-int finish(Stream& s, uint64_t where) {
-  run_until(s, where);
-  std::lock_guard<std::mutex> guard(s.lock);
-  return std::exchange(s.error, 0);
+void finish(Place place) {
+  if (!place.stream) return;
+  run_until(place);
+  std::unique_lock guard(place.stream->lock);
+  const std::optional<Failure> error = std::exchange(place.stream->error, std::nullopt);
+  if (error) throw *error;
 }
 
-void worker(Stream& s) {
-  for (;;) {
-    uint64_t upto;
-    {
-      std::unique_lock<std::mutex> guard(s.lock);
-      s.changed.wait(guard, [&] { return s.finished < s.hand_over; });
-      upto = s.hand_over;
-    }
-    run_until(s, upto);
-  }
-}
-
-// What the position of an event was when somebody asked.
-std::pair<Stream*, uint64_t> recorded(void* handle) {
-  std::lock_guard<std::mutex> guard(streams().event_lock);
-  Event* event = static_cast<Event*>(handle);
-  return {event->stream, event->position};
+// Where an event was when somebody asked.
+Place place_of(void* event) {
+  std::lock_guard guard(global);
+  return static_cast<Event*>(event)->place;
 }
 
 }  // namespace
@@ -145,134 +131,78 @@ bool lazy() {
   return on;
 }
 
-int submit(void* handle, Task task, bool waits) {
+void submit(void* handle, Task task, bool waits) {
   Stream& s = resolve(handle);
-  uint64_t mine;
+  Place mine{&s};
   {
-    std::lock_guard<std::mutex> guard(s.lock);
+    std::lock_guard guard(s.lock);
     const bool idle = s.finished == s.submitted;
     s.queue.push_back(std::move(task));
-    mine = ++s.submitted;
-    if (lazy()) return kSuccess;
+    mine.position = ++s.submitted;
+    if (lazy()) return;
     if (waits || !idle) {
-      if (!s.has_worker) std::thread(worker, std::ref(s)).detach();
-      s.has_worker = true;
-      s.hand_over = mine;
-      s.changed.notify_all();
-      return kSuccess;
+      if (!s.draining) std::thread(drain, std::ref(s)).detach();
+      s.draining = true;
+      return;
     }
   }
-  return finish(s, mine);
+  finish(mine);
 }
 
-int finish_all() {
-  std::vector<Stream*> all;
+void finish_all() {
+  std::vector<Stream*> now;
   {
-    std::lock_guard<std::mutex> guard(streams().lock);
-    all.assign(streams().all.begin(), streams().all.end());
+    std::lock_guard guard(global);
+    now = all;
   }
-  int first = kSuccess;
-  for (Stream* s : all) {
-    const int code = finish(*s, position(*s));
-    if (!first) first = code;
-  }
-  return first;
+  std::vector<Place> ends;
+  for (Stream* s : now) ends.push_back(end_of(*s));
+  for (Place end : ends) run_until(end);
+  for (Place end : ends) finish(end);
 }
 
 }  // namespace sim
 
 using namespace sim;
 
-API int aclrtCreateStream(void** out) {
-  ENTER("aclrtCreateStream");
+ENTRY(aclrtCreateStream, (void** out), {
+  std::lock_guard guard(global);
   *out = make_stream();
-  return kSuccess;
-}
-API int aclrtCreateStreamWithConfig(void** out, uint32_t, uint32_t) {
-  return aclrtCreateStream(out);
-}
-API int aclrtDestroyStream(void* handle) {
-  ENTER("aclrtDestroyStream");
-  Stream& s = resolve(handle);
-  return finish(s, position(s));
-}
-API int aclrtDestroyStreamForce(void* handle) { return aclrtDestroyStream(handle); }
-API int aclrtSynchronizeStream(void* handle) {
-  ENTER("aclrtSynchronizeStream");
-  Stream& s = resolve(handle);
-  return finish(s, position(s));
-}
-API int aclrtSynchronizeStreamWithTimeout(void* handle, int) {
-  return aclrtSynchronizeStream(handle);
-}
-API int aclrtSynchronizeDevice() {
-  ENTER("aclrtSynchronizeDevice");
-  return finish_all();
-}
-API int aclrtSynchronizeDeviceWithTimeout(int) { return aclrtSynchronizeDevice(); }
-API int aclrtStreamQuery(void* handle, int* status) {
-  ENTER("aclrtStreamQuery");
-  Stream& s = resolve(handle);
-  *status = reached(s, position(s)) ? 0 : 1;
-  return kSuccess;
-}
-API int aclrtStreamGetId(void* handle, int* id) {
-  *id = resolve(handle).id;
-  return kSuccess;
-}
+})
+ALIAS(aclrtCreateStreamWithConfig, aclrtCreateStream)
+ENTRY(aclrtSynchronizeStream, (void* handle), finish(end_of(resolve(handle)));)
+ALIAS(aclrtSynchronizeStreamWithTimeout, aclrtSynchronizeStream)
+ALIAS(aclrtDestroyStream, aclrtSynchronizeStream)
+ALIAS(aclrtDestroyStreamForce, aclrtSynchronizeStream)
+ENTRY(aclrtSynchronizeDevice, (), finish_all();)
+ALIAS(aclrtSynchronizeDeviceWithTimeout, aclrtSynchronizeDevice)
 
-API int aclrtCreateEventExWithFlag(void** out, uint32_t) {
-  ENTER("aclrtCreateEvent");
-  *out = new Event;
-  return kSuccess;
-}
-API int aclrtCreateEventWithFlag(void** out, uint32_t flag) {
-  return aclrtCreateEventExWithFlag(out, flag);
-}
-API int aclrtDestroyEvent(void* handle) {
-  ENTER("aclrtDestroyEvent");
-  std::lock_guard<std::mutex> guard(streams().event_lock);
+ENTRY(aclrtCreateEventExWithFlag, (void** out, uint32_t), *out = new Event;)
+ALIAS(aclrtCreateEventWithFlag, aclrtCreateEventExWithFlag)
+ENTRY(aclrtDestroyEvent, (void* handle), {
+  std::lock_guard guard(global);
   delete static_cast<Event*>(handle);
-  return kSuccess;
-}
-API int aclrtRecordEvent(void* handle, void* stream) {
-  ENTER("aclrtRecordEvent");
-  Stream& s = resolve(stream);
-  const uint64_t where = position(s);
-  std::lock_guard<std::mutex> guard(streams().event_lock);
-  *static_cast<Event*>(handle) = {&s, where, 0};
-  return kSuccess;
-}
-API int aclrtResetEvent(void*, void*) { return kSuccess; }
-API int aclrtStreamWaitEvent(void* stream, void* handle) {
-  ENTER("aclrtStreamWaitEvent");
-  const auto [other, where] = recorded(handle);
-  if (!other || other == &resolve(stream) || reached(*other, where)) return kSuccess;
-  Stream* source = other;
-  const uint64_t upto = where;
-  return submit(
-      stream,
-      [=] {
-        run_until(*source, upto);
-        return kSuccess;
-      },
-      true);
-}
-API int aclrtSynchronizeEvent(void* handle) {
-  ENTER("aclrtSynchronizeEvent");
-  const auto [stream, where] = recorded(handle);
-  return stream ? finish(*stream, where) : kSuccess;
-}
+})
+ENTRY(aclrtRecordEvent, (void* handle, void* stream), {
+  const Place place = end_of(resolve(stream));
+  std::lock_guard guard(global);
+  *static_cast<Event*>(handle) = {place};
+})
+ENTRY(aclrtStreamWaitEvent, (void* stream, void* handle), {
+  const Place place = place_of(handle);
+  if (place.stream != &resolve(stream) && !reached(place))
+    submit(stream, [=] { run_until(place); }, true);
+})
+ENTRY(aclrtSynchronizeEvent, (void* handle), finish(place_of(handle));)
 // 1 is complete. In lazy mode somebody who keeps asking is waiting, and gets his answer.
-API int aclrtQueryEventStatus(void* handle, int* status) {
-  ENTER("aclrtQueryEventStatus");
-  const auto [stream, where] = recorded(handle);
-  *status = !stream || reached(*stream, where);
-  if (*status || !lazy()) return kSuccess;
+ENTRY(aclrtQueryEventStatus, (void* handle, int* status), {
+  const Place place = place_of(handle);
+  *status = reached(place);
+  if (*status || !lazy()) return;
   {
-    std::lock_guard<std::mutex> guard(streams().event_lock);
-    if (++static_cast<Event*>(handle)->queries <= 3) return kSuccess;
+    std::lock_guard guard(global);
+    if (++static_cast<Event*>(handle)->queries <= 3) return;
   }
   *status = 1;
-  return finish(*stream, where);
-}
+  finish(place);
+})

@@ -87,10 +87,15 @@ def _send_and_receive(count: int) -> None:
     x = torch.arange(count, dtype=torch.float32, device=where) + rank
     got = torch.empty(count, device=where)
     after, before = (rank + 1) % world, (rank - 1) % world
+    second, got_second = x + 0.5, torch.empty(count, device=where)
     ops = [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, got, before)]
+    # A second one between the same two: it must not mix with the first.
+    ops += [dist.P2POp(dist.isend, second, after), dist.P2POp(dist.irecv, got_second, before)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    assert torch.equal(got.cpu(), torch.arange(count, dtype=torch.float32) + before)
+    want = torch.arange(count, dtype=torch.float32) + before
+    assert torch.equal(got.cpu(), want)
+    assert torch.equal(got_second.cpu(), want + 0.5)
     # One after the other, the way a pipeline does.
     if rank == 0:
         dist.send(x, 1)

@@ -23,6 +23,7 @@ from torchtitan_ckpt.errors import ConfigError, DeviceError
 ON_CPU = pytest.mark.skipif(
     device.current().kind is not device.DeviceKind.CPU, reason="about a machine without accelerator"
 )
+TORCH = Path(torch.__file__).parent
 # A build of torch for CUDA says that it sees no device; a build for CPUs has nothing to say.
 CUDA_BUILD = [] if torch.version.cuda is None else ["device.none-visible"]
 
@@ -299,13 +300,13 @@ def pythons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         paths = []
         for i, answer in enumerate(answers):
             path = tmp_path / f"python{i}"
-            path.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+            path.write_text(f"#!/bin/sh\necho '{json.dumps({**answer, 'folder': '.'})}'\n")
             path.chmod(0o755)
             paths.append(str(path))
         monkeypatch.setenv(launcher.PYTHON_ENV, paths[0])
         monkeypatch.setattr(launcher.sys, "executable", paths[-1])
         monkeypatch.setattr(launcher, "_BESIDE_THE_PROJECT", tmp_path / "none" / "python")
-        monkeypatch.setattr(build, "build", lambda: tmp_path)
+        monkeypatch.setattr(build, "build", lambda torch: tmp_path)
 
     return pretend
 
@@ -330,7 +331,7 @@ def test_a_pair_that_does_not_fit_is_a_reason(pythons):
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(DeviceError) as caught:
-        build.build()
+        build.build(TORCH)
     assert caught.value.problems[0].code == "device.sim-no-compiler"
 
 
@@ -340,7 +341,7 @@ def test_code_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(DeviceError) as caught:
-        build.build()
+        build.build(TORCH)
     assert caught.value.problems[0].code == "device.sim-build-failed"
     assert "broken.cpp" in caught.value.problems[0].actual
     # Nothing half-made is left behind, and nothing that looks built.
@@ -355,13 +356,13 @@ def test_a_build_is_made_once_and_again_when_a_source_changes(
     source.write_text('extern "C" int one() { return 1; }')
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first = build.build()
+    first = build.build(TORCH)
     made = (first / "lib" / "libascendcl.so").stat().st_mtime_ns
-    assert build.build() == first
+    assert build.build(TORCH) == first
     assert (first / "lib" / "libascendcl.so").stat().st_mtime_ns == made
     assert (first / "lib" / "libopapi.so").resolve() == first / "lib" / "libascendcl.so"
     source.write_text('extern "C" int one() { return 2; }')
-    assert build.build() != first
+    assert build.build(TORCH) != first
 
 
 def test_the_environment_of_a_run(tmp_path: Path):
@@ -376,7 +377,7 @@ def test_the_environment_of_a_run(tmp_path: Path):
     assert env["LD_LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/elsewhere"
     assert env["NPUSIM_FAULT"] == "aclrtMemcpy:2:507018,task:1:9"
     assert (env["NPUSIM_LAZY"], env["NPUSIM_DEVICES"]) == ("1", "3")
-    assert env["TASK_QUEUE_ENABLE"] == "0"
+    assert (env["TASK_QUEUE_ENABLE"], env["OMP_NUM_THREADS"]) == ("0", "1")
     assert device.AUTOLOAD_ENV not in env
     assert env[device.ENV] == "npu"
 
