@@ -166,6 +166,19 @@ def test_every_size_that_a_family_offers_is_one_that_it_has(name: str) -> None:
         assert report.counts["pass"] == 2, report.text()
 
 
+def test_a_copy_that_waits_for_what_it_is_a_part_of_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSeek-V3.2's files repeat the main norm in the MTP layer, if that is there."""
+    from conformance.checks import keys_groups
+
+    alone = check("deepseek_v32", checks=["values.drawn"], example="part=norm.weight")
+    assert alone.counts["pass"] == 1, alone.text()
+    monkeypatch.setattr(keys_groups, "subsets", lambda *_: [("the norm", {"norm.weight"})])
+    report = check("deepseek_v32", checks=["keys.partial"])
+    assert report.counts["pass"] == 1, report.text()
+
+
 def test_a_subject_of_one_size_is_searched_at_that_size() -> None:
     subject = replace(ODD, sizes={}, resized=None)
     assert check(subject, checks=["values.drawn"]).counts["pass"] == 1
