@@ -66,7 +66,9 @@ class Cold(Edited):
 
 
 def _devices(state: dict[str, Any]) -> set[str]:
-    return {str(v.device) for v in state.values() if isinstance(v, torch.Tensor)} - {"meta"}
+    """Where tensors lie. Stacks that are numbered without memory are about names, and stay put."""
+    tensors = [v for v in state.values() if isinstance(v, torch.Tensor) and 0 not in v.stride()]
+    return {str(v.device) for v in tensors} - {"meta"}
 
 
 def _checked(adapter: Any, *globs: str) -> Report:
