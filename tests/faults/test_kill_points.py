@@ -6,6 +6,7 @@ Which calls there are is counted in a run that nobody disturbs. By default a see
 
 import random
 import re
+import shutil
 
 import pytest
 
@@ -39,6 +40,8 @@ def complaint(lab, truth, prepared, scenario, at, action):
         wrong["resumed"] = (after["resumed"], after["kept"])
     if scene.get("keep_latest_k", 2) == 0 and len(after["kept"]) < scene["base"]:
         wrong["lost"] = after["kept"]
+    if not wrong:
+        shutil.rmtree(folder)
     return f"{victim.output()}{wrong}" if wrong else ""
 
 

@@ -13,10 +13,10 @@ from torchtitan_ckpt import CheckpointManager
 class Toy(nn.Module):
     fp32_pinned = ("scale_bias",)
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, layers=12):
         super().__init__()
         self.embed = nn.Embedding(17, 6, dtype=dtype)
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for _ in range(layers))
         self.up = nn.Linear(6, 10, bias=False, dtype=dtype)
         self.down = nn.Linear(10, 6, bias=False, dtype=dtype)
         self.head = nn.Linear(6, 17, bias=False, dtype=dtype)
