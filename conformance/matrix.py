@@ -93,7 +93,9 @@ def load_on_ranks(case: Case, table: Table, folder: str, kind: str) -> Loaded:
     mine = job.state()
     wrong = job.differences(expected, comparable(expected, mine))
     lacking = set(comparable(expected, expected)) - mine.keys()
-    wrong += [f"invented: {key}" for key in sorted(comparable(mine, mine)) if key not in expected]
+    # A rank with two stages has the groups without parameters of both.
+    more = [key for key in comparable(mine, mine) if key not in expected and "@empty." not in key]
+    wrong += [f"invented: {key}" for key in sorted(more)]
     later = truth(table, STEPS + 1, kind)
     position = job.position
     job.train()

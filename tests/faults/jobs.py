@@ -335,7 +335,7 @@ def count(folder, name):
 
 
 def fail_at(folder, name, truth, at, action, error, failing=shim.KINDS):
-    """A scenario with a failing call; then, with all well again, the same job and a new one."""
+    """A scenario with a failing call; then, with all well again, the same job goes on."""
     scene = SCENARIOS[name]
     wide = scene.get("wide", False)
     running, raised, target = disturbed(folder, name, at, action, error, failing)

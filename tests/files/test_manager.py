@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -308,22 +309,86 @@ def test_a_seed_is_the_model_alone_in_its_own_dtypes_and_starts_a_job(tmp_path):
         assert job.progress.step == 0
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_an_async_save_holds_the_bytes_of_its_step(tmp_path, mode):
+@torch.no_grad()
+def _overwritten(job):
+    for tensor in job.model.state_dict().values():
+        tensor.zero_()
+    for state in job.optimizer.state.values():
+        for value in state.values():
+            value.fill_(7)
+
+
+def _stepped(job):
+    for parameter in job.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    job.optimizer.step()
+    job.scheduler.step()
+    job.progress.history.append("later")
+
+
+def _reassigned(job):
+    for parameter in job.model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    for name, value in list(job.model.named_buffers()):
+        setattr(job.model, name, torch.zeros_like(value))
+    for state in job.optimizer.state.values():
+        state.update({key: torch.zeros_like(value) for key, value in state.items()})
+
+
+def _loaded(job):
+    with Job("unused", seed=9, enable=False) as other:
+        other.train(1)
+    job.model.load_state_dict(other.model.state_dict())
+    job.optimizer.load_state_dict(other.optimizer.state_dict())
+
+
+def _freed(job):
+    for tensor in job.model.state_dict().values():
+        tensor.untyped_storage().resize_(0)
+    job.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("event", [_overwritten, _stepped, _reassigned, _loaded, _freed])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_holds_what_was_there_at_the_call(tmp_path, mode, event, monkeypatch):
+    """Whatever becomes of the state after it: the writer begins only when that has happened."""
+    real, happened = dcp.save, threading.Event()
+
+    def late(*args, **kwargs):
+        assert mode == "disabled" or happened.wait(30)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(dcp, "save", late)
+    with Job(tmp_path / "quiet", enable=False) as expected:
+        expected.train(2)
     with Job(tmp_path, async_mode=mode) as job:
         job.train(2)
-        expected = {k: bits(v) for k, v in job.model.state_dict().items()}
         job.manager.maybe_wait_for_staging()
-        with torch.no_grad():
-            for tensor in job.model.state_dict().values():
-                tensor.zero_()
-            for state in job.optimizer.state.values():
-                for value in state.values():
-                    value.fill_(7)
+        event(job)
+        happened.set()
     with Job(tmp_path, seed=1) as resumed:
         assert resumed.manager.load()
-    assert {k: bits(v) for k, v in resumed.model.state_dict().items()} == expected
-    assert resumed.optimizer.state[resumed.model.up.weight]["step"] == 2
+    assert same_state(expected, resumed) == []
+
+
+def test_a_save_that_is_asked_for_while_another_runs_waits_for_it(tmp_path, monkeypatch):
+    real, running, overlaps = dcp.save, [], []
+
+    def slow(*args, **kwargs):
+        overlaps.extend(running)
+        running.append(1)
+        time.sleep(0.1)
+        real(*args, **kwargs)
+        running.pop()
+
+    monkeypatch.setattr(dcp, "save", slow)
+    with Job(tmp_path, async_mode="async", interval=1) as job:
+        losses = job.train(3)
+    assert overlaps == []
+    assert steps(tmp_path) == [1, 2, 3], "close waits for the last"
+    with Job(tmp_path, seed=1) as resumed:
+        assert resumed.manager.load()
+        assert resumed.progress.history == losses
 
 
 def test_a_failed_background_save_is_said_at_once_raised_at_the_next_call_and_leaves_nothing(
