@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ckpt.errors import Problem, SaveError
+from torchtitan_ckpt.formats.strangers import leaves
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth",
             ".distcp", ".gguf", ".h5", ".msgpack", ".onnx")  # fmt: skip
@@ -25,14 +26,15 @@ _LARGEST = 256 * 2**20
 
 
 def assets_of(folder: Path) -> list[Path]:
-    """The files to copy, sorted. Links, folders and files over 256 MiB stay behind."""
+    """The files to copy, sorted. Links out of the folder (but to the blobs of the Hugging Face
+    cache), folders and files over 256 MiB stay behind."""
     found = []
     for path in sorted(folder.iterdir()):
         name = path.name
         wanted = name in _NAMES or any(path.match(pattern) for pattern in _PATTERNS)
         if not wanted or name.startswith(".") or name.endswith(_WEIGHTS) or not path.is_file():
             continue
-        if "index.json" in name or path.stat().st_size > _LARGEST:
+        if "index.json" in name or path.stat().st_size > _LARGEST or leaves(folder, name):
             continue
         found.append(path)
     return found

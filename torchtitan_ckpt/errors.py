@@ -27,9 +27,9 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [f"[{self.code}] {self.what}"]
+        lines = [f"[{self.code}] {printable(self.what, lines=True)}"]
         for label in ("where", "expected", "actual", "cause", "fix"):
-            text = getattr(self, label)
+            text = printable(getattr(self, label), lines=True)
             if text:
                 lines.append(f"  {label:<9}{text}".replace("\n", f"\n{'':<11}"))
         return "\n".join(lines)
@@ -106,6 +106,22 @@ class RankError(CheckpointError):
     exit_code = 3
 
 
+# What moves the cursor, colours, hides or turns round what a terminal shows.
+_MOVES = "\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069"
+_UNPRINTABLE = re.compile(f"[\n{_MOVES}]")
+_UNPRINTABLE_IN_LINES = re.compile(f"[{_MOVES}]")
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """A name out of a file as people may see it: what would steer a terminal is escaped.
+
+    >>> print(printable("w\\x1b[2J"))
+    w\\x1b[2J
+    """
+    pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` was probably meant to be, or None."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -135,7 +151,7 @@ def group_keys(keys: Iterable[str]) -> list[tuple[str, int]]:
         text = template
         for column in zip(*rows, strict=True):
             text = text.replace("\0", _span(column), 1)
-        out.append((text, len(rows)))
+        out.append((printable(text), len(rows)))
     return out
 
 

@@ -5,7 +5,6 @@ From manifests and small files only: no data but that of a step counter is read.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from torchtitan_ckpt.errors import (
 from torchtitan_ckpt.formats import Detection, detect, read_manifest
 from torchtitan_ckpt.formats.quantized import describe, is_quantized
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
+from torchtitan_ckpt.formats.strangers import read_json
 from torchtitan_ckpt.guess import guess_family
 from torchtitan_ckpt.manifest import ITEM_SIZE, Manifest
 from torchtitan_ckpt.survey import states_of
@@ -252,7 +252,7 @@ def _config_beside(path: str) -> dict[str, Any] | None:
     place = Path(path)
     for folder in (place, place.parent):
         try:
-            found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            found = read_json(folder / "config.json")
         except (OSError, ValueError):
             continue
         if isinstance(found, dict) and "model_type" in found:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from torchtitan_ckpt.errors import printable
+
 if TYPE_CHECKING:
     from torchtitan_ckpt.diff.report import Difference, Group
     from torchtitan_ckpt.diff.values import Spot
@@ -146,7 +148,7 @@ def _group(group: Group) -> list[str]:
     for name, found in (("first", group.first), ("worst", group.worst)):
         if found is not None:
             key, spot = found
-            rows.append(f"     {name} {key} {list(spot.at)}: a {spot.a} {spot.bits_a}, "
+            rows.append(f"     {name} {printable(key)} {list(spot.at)}: a {spot.a} {spot.bits_a}, "
                         f"b {spot.b} {spot.bits_b}")  # fmt: skip
     rows += [f"     cause {cause}" for cause in group.causes]
     return rows

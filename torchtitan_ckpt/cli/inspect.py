@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from torchtitan_ckpt.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.tree import Tree
@@ -181,7 +183,7 @@ def _file_rows(found: Inspection, every: bool) -> list[str]:
     shown = found.files if every or len(found.files) <= 16 else found.files[:16]
     for file in shown:
         items = f", {file.items} items" if file.items else ""
-        rows.append(f"  file         {file.name}  {size_text(file.nbytes)}{items}")
+        rows.append(f"  file         {printable(file.name)}  {size_text(file.nbytes)}{items}")
     if len(shown) < len(found.files):
         rows.append(f"  files        … and {len(found.files) - len(shown)} more (--files)")
     return rows
@@ -228,7 +230,7 @@ def _all(args: Args) -> Table:
     table = _empty_table()
     for key, row in _keys(args).items():
         cells = ("1", row["dtype"], str(row["shape"]), size_text(row["nbytes"]), row["shards"])
-        table.add_row(Text(key), *(Text(str(c)) for c in cells), str(len(row["files"])))
+        table.add_row(Text(printable(key)), *(Text(str(c)) for c in cells), str(len(row["files"])))
     return table
 
 
@@ -312,7 +314,7 @@ def _look_text(look: TensorLook) -> str:
 
     stats, values = look.values.stats, look.values
     assert stats is not None
-    rows = [f"{look.key}: {look.dtype} {list(look.shape)}, {size_text(look.nbytes)}"]
+    rows = [f"{printable(look.key)}: {look.dtype} {list(look.shape)}, {size_text(look.nbytes)}"]
     if look.note:
         rows.append(f"  note       {look.note}")
     rows += [f"  shard      {shard}" for shard in look.shards[:16]]

@@ -7,12 +7,12 @@ no weights here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan_ckpt.errors import ConfigError, Problem
+from torchtitan_ckpt.formats.strangers import read_json
 
 INDEX = "model.safetensors.index.json"
 
@@ -60,7 +60,7 @@ def weight_map(assets: str | None) -> dict[str, str] | None:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if not isinstance(found, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:

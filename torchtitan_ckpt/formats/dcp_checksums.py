@@ -25,7 +25,7 @@ from torchtitan_ckpt.formats.folders import File, open_folder
 CHECKSUMS = ".checksums.jsonl"
 _HEADER = {"format": "torchtitan-ckpt checksums", "version": 1, "algorithm": "xxh3_128"}
 _BLOCK = 4 * 2**20
-_MAX_BYTES = 2**30
+_MAX_BYTES = 2**28  # five million items
 
 
 @dataclass(frozen=True, slots=True)

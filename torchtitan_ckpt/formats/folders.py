@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from torchtitan_ckpt.errors import DamagedError, InputError, NotFoundError, Problem, RefusedError
+from torchtitan_ckpt.formats.strangers import open_regular
 
 
 class File(Protocol):
@@ -108,15 +109,22 @@ class _LocalFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fd = open_regular(path)
         except OSError as error:
             raise_for(error, str(path))
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
-        data = bytearray(min(length, max(self.size - offset, 0)))
-        if len(data) < length:
-            _cut(str(self.path), offset, length, len(data))
+        there = min(length, max(self.size - offset, 0))
+        if there < length:
+            _cut(str(self.path), offset, length, there)
+        try:  # mostly all at once, and then there is no copy of it
+            found = os.pread(self._fd, length, offset)
+        except OSError as error:
+            raise_for(error, str(self.path))
+        if len(found) == length:
+            return found
+        data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 

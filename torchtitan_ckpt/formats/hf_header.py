@@ -29,6 +29,7 @@ from torchtitan_ckpt.formats.hf_problems import (
     not_json,
     too_short,
 )
+from torchtitan_ckpt.formats.strangers import open_regular
 from torchtitan_ckpt.manifest import ITEM_SIZE
 
 METADATA_KEY = "__metadata__"
@@ -95,7 +96,7 @@ def read_header(path: Path, name: str | None = None) -> Header:
     """
     shown = name or path.name
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(LENGTH_BYTES)
             if len(start) < LENGTH_BYTES:
@@ -164,9 +165,9 @@ def parse_header(raw: bytes, file: str, size: int) -> Header:
         items.sort(key=lambda row: row[:2])
         problems = _check_cover(items, file, size, data_start)
     if problems:
-        raise DamagedError(*_cap(problems, file))
+        raise DamagedError(*capped(problems, file))
     if unsupported:
-        raise RefusedError(*_cap(unsupported, file))
+        raise RefusedError(*capped(unsupported, file))
     return Header(file, size, {key: item for _, _, key, item in items}, metadata)
 
 
@@ -375,7 +376,7 @@ def _check_cover(
     return problems
 
 
-def _cap(problems: list[Problem], file: str) -> list[Problem]:
+def capped(problems: list[Problem], file: str) -> list[Problem]:
     if len(problems) <= SHOWN_PROBLEMS:
         return problems
     rest = len(problems) - SHOWN_PROBLEMS

@@ -27,7 +27,7 @@ from torchtitan_ckpt.errors import (
     nearest,
 )
 from torchtitan_ckpt.formats.collector import collector_paused
-from torchtitan_ckpt.formats.hf_header import Header, read_header
+from torchtitan_ckpt.formats.hf_header import Header, capped, read_header
 from torchtitan_ckpt.formats.hf_problems import (
     HEADER_LIMIT,
     INDEX,
@@ -50,6 +50,7 @@ from torchtitan_ckpt.formats.hf_sharded import (
     sharded_tensors,
     sharding_info,
 )
+from torchtitan_ckpt.formats.strangers import leaves, open_regular
 from torchtitan_ckpt.manifest import Manifest, Shard, TensorEntry
 
 SUFFIX = ".safetensors"
@@ -57,6 +58,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _NUMBERED = re.compile(r"^(.*-)(\d+)(-of-)(\d+)(\.safetensors)$")
 _ADAPTER_KEY = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)|^base_model\.model\.")
 _ADAPTER_FILE = "adapter_model.safetensors"
+
+_MOST_FILES = 100_000  # each is opened; the largest models have some hundreds
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +190,7 @@ def _read_index(path: Path, name: str) -> tuple[dict[str, str], int | None]:
         return DamagedError(Problem(code=code, what=what, where=str(path), actual=actual, fix=fix))
 
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             raw = file.read(HEADER_LIMIT + 1)
     except OSError as error:
         raise bad("the index cannot be read", error.strerror or str(error)) from error
@@ -203,6 +206,9 @@ def _read_index(path: Path, name: str) -> tuple[dict[str, str], int | None]:
     wrong = [k for k, v in weight_map.items() if not isinstance(v, str)]
     if wrong:
         raise bad("the weight_map names no file for some keys", list_keys(wrong))
+    count = len(set(weight_map.values()))
+    if count > _MOST_FILES:
+        raise bad("the index names too many files", f"{count}, of at most {_MOST_FILES}")
     metadata = tree.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return weight_map, int(total) if isinstance(total, int | float) else None
@@ -275,26 +281,29 @@ def _read_headers(
 ) -> tuple[dict[str, Header], list[Problem]]:
     headers: dict[str, Header] = {}
     problems: list[Problem] = []
+    refused: list[Problem] = []
+    missing: list[str] = []
     for name in used:
         reason = _unsafe(root, name)
         if reason:
-            problems.append(unsafe_name(root, name, reason))
+            refused.append(unsafe_name(root, name, reason))
             continue
         try:
             headers[name] = read_header(root / name, name)
         except NotFoundError:
-            problems.append(absent(root, name) if indexed else vanished(root, name))
+            if indexed:
+                missing.append(name)
+            else:
+                problems.append(vanished(root, name))
         except InputError as error:
             problems.extend(error.problems)
-    return headers, problems
+    if missing:
+        problems.append(absent(root, missing))
+    return headers, [*capped(refused, str(root)), *problems]
 
 
 def _unsafe(root: Path, name: str) -> str:
-    """Why a file name must not be followed, or an empty string.
-
-    Links may stay inside the folder, or go where the Hugging Face cache puts its files: from
-    `snapshots/<revision>/` to the `blobs/` beside `snapshots`.
-    """
+    """Why a file name must not be followed, or an empty string."""
     parts = re.split(r"[/\\]", name)
     if not name.endswith(SUFFIX) or "\0" in name:
         return "it is not the name of a safetensors file"
@@ -303,14 +312,11 @@ def _unsafe(root: Path, name: str) -> str:
     if ".." in parts or "" in parts:
         return "it climbs out of the folder"
     try:
-        base = root.resolve()
-        target = (root / name).resolve()
-        mode = target.stat().st_mode
+        mode = (root / name).stat().st_mode
+        if leaves(root, name):
+            return "it is a link out of the folder"
     except (OSError, RuntimeError, ValueError):
         return ""  # an absent file is reported as absent
-    blobs = base.parent.parent / "blobs" if base.parent.name == "snapshots" else base
-    if base not in target.parents and blobs not in target.parents:
-        return "it is a link out of the folder"
     return "" if stat.S_ISREG(mode) else "it is not a regular file"
 
 

@@ -20,6 +20,7 @@ import torch
 
 from torchtitan_ckpt.errors import DamagedError, Problem
 from torchtitan_ckpt.formats.hf_boxes import Ints, split_box, strides_of
+from torchtitan_ckpt.formats.strangers import open_regular
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
 
 STAGING = 16 << 20
@@ -56,7 +57,7 @@ class Files:
         with self._lock:
             if name not in self._open:
                 try:
-                    self._open[name] = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+                    self._open[name] = open_regular(self.root / name)
                 except OSError as error:
                     raise DamagedError(_unreadable(name, error)) from error
             return self._open[name]

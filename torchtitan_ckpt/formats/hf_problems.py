@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_ckpt.errors import Problem, list_keys
@@ -48,13 +49,18 @@ def not_json(file: str, reason: str) -> Problem:
     )
 
 
-def absent(root: Path, name: str) -> Problem:
+def absent(root: Path, names: Sequence[str]) -> Problem:
+    one = len(names) == 1
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return Problem(
         code="hf.shard-absent",
-        what="the index names a file that is not there",
-        where=str(root / name),
+        what="the index names a file that is not there"
+        if one
+        else f"the index names {len(names)} files that are not there",
+        where=str(root / names[0]) if one else str(root),
+        actual="" if one else ", ".join(names[:8]) + more,
         cause="an incomplete download or copy",
-        fix="fetch the file; nothing can be loaded without it",
+        fix=f"fetch {'the file' if one else 'the files'}; nothing can be loaded without",
     )
 
 

@@ -4,7 +4,6 @@ says it must have, in the right shapes, and no others. Compares manifests; reads
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torchtitan_ckpt.families import model_config
 from torchtitan_ckpt.formats import detect, read_manifest
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
 from torchtitan_ckpt.formats.quantized import is_quantized, logical_manifest
+from torchtitan_ckpt.formats.strangers import read_json
 from torchtitan_ckpt.manifest import Manifest, TensorEntry, is_floating
 from torchtitan_ckpt.mapping.rule import HF, NATIVE
 from torchtitan_ckpt.published import config_of
@@ -222,7 +222,7 @@ def _known(adapter: MappingAdapter, side: int, key: str) -> bool:
 
 def _by_index(path: Path) -> Expected:
     try:
-        keys = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        keys = read_json(path)["weight_map"]
         entries = {str(key): TensorEntry(str(key), (), "float32") for key in keys}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(
