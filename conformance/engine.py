@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from conformance.contract import BY_ID, CONTRACT, RUNS, VERSION, Check, known, select
+from conformance.contract import BY_ID, RUNS, VERSION, Check, known, select
 from conformance.lab import MAX_ELEMENTS, AdapterRaised, Lab, NotApplicable
 from conformance.subject import Subject, place_of
 from conformance.verdict import Cell, Finding, Report, Verdict
@@ -306,8 +306,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def all_checks() -> tuple[Any, ...]:
-    """The contract's checks in order."""
-    return CONTRACT

@@ -61,6 +61,14 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     )
 
 
+def blank(leaves: Mapping[str, Leaf], device: str = "meta") -> State:
+    """Zeros, by default without any memory: where only keys, shapes and dtypes matter."""
+    return {
+        key: torch.zeros(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
+        for key, leaf in leaves.items()
+    }
+
+
 def noise(leaves: Mapping[str, Leaf], seed: int, tied: Mapping[str, str] | None = None) -> State:
     """Every bit pattern but NaN, with -0.0, the smallest and the largest number in front.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from conformance.fingerprint import Positions, State, noise, torch_dtype
+from conformance.fingerprint import Positions, State, blank, noise
 from conformance.subject import Reference, Subject, matches, numbers_of, template_of
 from conformance.template import FileList, Leaf, file_list, native_template
 from conformance.trace import Trace, Tracer
@@ -96,7 +96,7 @@ class Lab:
         """The independent list of what the files hold."""
         found = file_list(self.subject.hf)
         if found is None and self.subject.reference is not None:
-            trace = self._trace_with(self.reference, "to_hf", self.native)
+            trace = self.trace("to_hf", self.native, self.reference)
             found = FileList(trace.leaves, f"reference {self.reference.name}")
         if found is None:
             raise NotApplicable("the subject supplies no HF key list and no reference")
@@ -183,20 +183,19 @@ class Lab:
 
     # -- traces ---------------------------------------------------------------------------------
 
-    def trace(self, direction: Direction, leaves: Mapping[str, Leaf]) -> Trace:
-        """Keys only: what each output is made from. Meta tensors, or zeros where those fail."""
-        return self._trace_with(None, direction, leaves)
+    def trace(
+        self, direction: Direction, leaves: Mapping[str, Leaf], other: Reference | None = None
+    ) -> Trace:
+        """Keys only: what each output is made from, by the adapter or by another implementation.
 
-    def _trace_with(self, other: Any, direction: Direction, leaves: Mapping[str, Leaf]) -> Trace:
+        Meta tensors, or zeros where those fail.
+        """
         first: AdapterRaised | None = None
         known: Trace | None = None
         for device in ("meta", "cpu"):
             if device == "cpu" and sum(x.numel for x in leaves.values()) > self.max_elements * 8:
                 break
-            state = {
-                k: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device=device)
-                for k, x in leaves.items()
-            }
+            state = blank(leaves, device)
             tracer = Tracer(state)
             try:
                 with tracer:

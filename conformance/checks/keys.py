@@ -11,6 +11,7 @@ from pathlib import Path
 from conformance.checks._words import by_template, by_words, count
 from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
 from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
+from conformance.fingerprint import blank
 from conformance.lab import AdapterRaised, Lab, NotApplicable
 from conformance.verdict import Finding
 from torchtitan_ckpt.errors import group_keys, nearest
@@ -252,7 +253,7 @@ def index(lab: Lab) -> Iterator[Finding]:
         listed = [*written, *(k for k in lab.hf.leaves if k not in lab.export.leaves)]
     except NotApplicable:
         listed = list(written)
-    listed += [a for a in lab.may.tied if a not in listed and template_is_file_key(a, written)]
+    listed += [a for a in lab.may.tied if a not in listed and _may_be_file_key(a, written)]
     files = {key: number % 3 + 1 for number, key in enumerate(listed)}
     with tempfile.TemporaryDirectory() as folder:
         content = {
@@ -261,7 +262,7 @@ def index(lab: Lab) -> Iterator[Finding]:
         }
         Path(folder, "model.safetensors.index.json").write_text(json.dumps(content))
         adapter = lab.adapter(folder)
-        lab.convert("to_hf", _zeros(lab), adapter)
+        lab.convert("to_hf", blank(lab.native), adapter)
     mapping = getattr(adapter, "fqn_to_index_mapping", None)
     if not mapping:
         yield Finding(
@@ -300,17 +301,6 @@ def index(lab: Lab) -> Iterator[Finding]:
             )
 
 
-def template_is_file_key(alias: str, written: list[str]) -> bool:
+def _may_be_file_key(alias: str, written: list[str]) -> bool:
     """Whether a tied native name may be a file key too: it has the shape of a top-level key."""
     return alias.count(".") == 1 and any(key.count(".") <= 2 for key in written)
-
-
-def _zeros(lab: Lab) -> dict[str, object]:
-    import torch
-
-    from conformance.fingerprint import torch_dtype
-
-    return {
-        k: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device="meta")
-        for k, x in lab.native.items()
-    }

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from conformance.checks._words import by_template, count
-from conformance.fingerprint import bits
+from conformance.fingerprint import bits, blank
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
-from conformance.subject import numbers_of, template_of
+from conformance.subject import matches, numbers_of, template_of
 from conformance.template import Leaf
 from conformance.verdict import Finding
 from torchtitan_ckpt.manifest import is_floating
@@ -20,8 +20,8 @@ _PROBE = Leaf((3, 5), "float32")
 def unknown_refused(lab: Lab) -> Iterator[Finding]:
     """An unknown key raises, or comes out unchanged under its own name; it never vanishes."""
     sides: list[tuple[Direction, Mapping[str, Leaf]]] = [
-        ("to_hf", _small(lab.native)),
-        ("from_hf", _small(lab.export.leaves)),
+        ("to_hf", lab.native),
+        ("from_hf", lab.export.leaves),
     ]
     for direction, leaves in sides:
         yield from _probe(lab, direction, leaves, _unknown(list(leaves)))
@@ -29,9 +29,12 @@ def unknown_refused(lab: Lab) -> Iterator[Finding]:
 
 def lora_refused(lab: Lab) -> Iterator[Finding]:
     """LoRA and PEFT keys raise; a checkpoint without them is not the one that was asked for."""
-    for direction, leaves in (("to_hf", lab.native), ("from_hf", lab.export.leaves)):
-        small = _small(leaves)
-        linear = [k for k in small if k.endswith(".weight") and len(small[k].shape) == 2]
+    sides: tuple[tuple[Direction, Mapping[str, Leaf]], ...] = (
+        ("to_hf", lab.native),
+        ("from_hf", lab.export.leaves),
+    )
+    for direction, leaves in sides:
+        linear = [k for k in leaves if k.endswith(".weight") and len(leaves[k].shape) == 2]
         if not linear:
             continue
         layered = [k for k in linear if numbers_of(k)] or linear
@@ -42,7 +45,7 @@ def lora_refused(lab: Lab) -> Iterator[Finding]:
                 f"base_model.model.{stem}.lora_A.weight": layered[0],
                 f"{stem}.lora_B.default.weight": layered[0],
             }
-        yield from _probe(lab, direction, small, names)  # type: ignore[arg-type]
+        yield from _probe(lab, direction, leaves, names)
 
 
 def _unknown(keys: list[str]) -> dict[str, str]:
@@ -64,10 +67,9 @@ def _probe(
 ) -> Iterator[Finding]:
     dropped, changed = [], {}
     for name in names:
-        state = {k: _meta_or_small(leaf) for k, leaf in leaves.items()}
         probe = torch.arange(1.0, 16.0).reshape(_PROBE.shape)
         try:
-            out = lab.convert(direction, {**state, name: probe})
+            out = lab.convert(direction, {**blank(leaves), name: probe})
         except AdapterRaised:
             continue
         found = [
@@ -101,16 +103,6 @@ def _probe(
             cause="the rule matches part of a key, not the whole key",
             remedy="match whole keys, and raise for the rest",
         )
-
-
-def _meta_or_small(leaf: Leaf) -> torch.Tensor:
-    from conformance.fingerprint import torch_dtype
-
-    return torch.zeros(leaf.shape, dtype=torch_dtype(leaf.dtype), device="meta")
-
-
-def _small(leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
-    return leaves
 
 
 def hf_only(lab: Lab) -> Iterator[Finding]:
@@ -165,8 +157,6 @@ def _extras(lab: Lab) -> dict[str, Leaf]:
 
 
 def _match(key: str, pattern: str) -> bool:
-    from conformance.subject import matches
-
     return matches(key, (pattern,)) is not None
 
 

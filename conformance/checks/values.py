@@ -36,7 +36,7 @@ def pinned_export(lab: Lab) -> Iterator[Finding]:
 
 def pinned_import(lab: Lab) -> Iterator[Finding]:
     """Elements read against those that the reference reads from the same files."""
-    written = lab._trace_with(lab.reference, "to_hf", lab.value_native).leaves
+    written = lab.trace("to_hf", lab.value_native, lab.reference).leaves
     # The reference may want keys that the adapter does not write; `keys.exact` says so.
     more = {k: leaf for k, leaf in written.items() if k not in lab.value_hf}
     positions = Positions({**lab.value_hf, **more}, lab.hf_tied)
