@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from conformance.kinds import Kind, kind_of
+from conformance.kinds import MIXED, Kind, kind_of
 from conformance.reference import Leaf, Table, build
 from torchtitan_ckpt.device import ENV, current
 from torchtitan_ckpt.manager import CheckpointManager
@@ -333,7 +333,7 @@ def _bytes(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2 * len(MIXED) + 2)
 def _truth(table: tuple[tuple[str, Leaf], ...], steps: int, kind: str) -> dict[str, Any]:
     job = Job.start(dict(table), ParallelDegrees(), kind=kind)
     job.train(steps)

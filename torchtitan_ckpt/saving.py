@@ -180,7 +180,7 @@ def in_background(ranks: Ranks, step: int) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         failure = _destroyed(step) if ranks.are_gone else error
         if ranks.rank == 0:
             logger.error("step %d could not be saved in the background: %s", step, failure)
