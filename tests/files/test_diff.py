@@ -442,7 +442,9 @@ def test_quantized_files_are_compared_by_value_with_plain_ones(tmp_path, capsys)
     with hf_format.open_reader(a, dequantize=True) as reader:
         plain = reader.read("x.weight")
     b = hf(tmp_path / "b", {"x.weight": plain})
-    assert run(capsys, a, b)[0] == 0
+    code, report = run(capsys, a, b)
+    assert code == 0
+    assert "fp8 128x128 blocks (1 tensors), compared by the values" in report["notes"][0]
     assert counts(run(capsys, a, a)[1]) == {"equal": 2}
 
 

@@ -18,8 +18,8 @@ from torchtitan_ckpt.diff.report import Difference, Group, One, grouped
 from torchtitan_ckpt.diff.run import Run
 from torchtitan_ckpt.errors import InputError
 from torchtitan_ckpt.formats.collector import collector_paused
+from torchtitan_ckpt.formats.quantized import describe, is_quantized
 from torchtitan_ckpt.formats.quantized import detect as detect_quantized
-from torchtitan_ckpt.formats.quantized import is_quantized
 from torchtitan_ckpt.manifest import Manifest
 
 __all__ = ["Difference", "Group", "Options", "diff"]
@@ -78,6 +78,10 @@ def _open(options: Options, stack: ExitStack) -> tuple[Source, Source, list[str]
     codes = [_codes(manifest, notes) for manifest in manifests]
     if codes[0] <= manifests[1].tensors.keys() and codes[1] <= manifests[0].tensors.keys():
         return sides[0], sides[1], notes
+    for manifest, found in zip(manifests, codes, strict=True):
+        if found:
+            scheme = describe(detect_quantized(manifest).values())
+            notes.append(f"{manifest.path}: {scheme}, compared by the values they stand for")
     return opened(options.a, bool(codes[0])), opened(options.b, bool(codes[1])), notes
 
 

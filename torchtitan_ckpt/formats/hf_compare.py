@@ -245,5 +245,6 @@ def _quantized_as_plain(manifest: Manifest) -> Problem:
         "they would be raw codes",
         where=f"{manifest.path}/{file}, tensor {first.key!r}",
         actual=f"{len(found)} tensors: {list_keys(found)}",
-        fix="load with dequantize=True (initial_load_in_hf_quantized on)",
+        fix="unpack them: initial_load_in_hf_quantized of a job, convert --dequantize, or "
+        "dequantize=True",
     )
