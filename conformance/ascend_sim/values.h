@@ -66,16 +66,25 @@ T resolved(Argument<T> argument) {
 template <class T>
 T resolved(T plain) { return plain; }
 
+template <class T>
+int64_t elements(const T&) { return 0; }
+inline int64_t elements(const at::Tensor& tensor) { return tensor.numel(); }
+
 // A task that calls `f` with the arguments as they are now; what torch refuses fails in its words.
 template <class F, class... Args>
 Task later(F f, Args... args) {
   return [f, values = std::make_tuple(resolved(args)...)]() mutable {
+    const auto sum = [](const auto&... each) { return (elements(each) + ... + 0); };
+    const int64_t before = std::apply(sum, values);
     at::AutoDispatchBelowADInplaceOrView without_autograd;
     try {
       std::apply(f, values);
     } catch (const c10::Error& error) {
       fail(kAclnnParam, "%s", error.what_without_backtrace());
     }
+    // torch cuts an output that is too long down to the result, and warns; the device's would keep
+    // what lay there.
+    if (std::apply(sum, values) != before) fail(kAclnnParam, "the output does not fit the result");
   };
 }
 

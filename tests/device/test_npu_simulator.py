@@ -85,6 +85,36 @@ def test_arguments_of_the_wrong_kind_are_refused_by_name():
     assert runtime.aclnnAdd(None, ctypes.c_uint64(0), executor, None) == 161001
 
 
+def test_an_output_that_does_not_fit_is_refused():
+    """torch_npu never makes one; if it did, a part of it would keep what lay there before."""
+    runtime = device.simulated_runtime()
+    assert runtime is not None
+    runtime.aclCreateTensor.restype = ctypes.c_void_p
+
+    def made(tensor: torch.Tensor) -> ctypes.c_void_p:
+        sizes, strides = (ctypes.c_int64 * 1)(len(tensor)), (ctypes.c_int64 * 1)(1)
+        one, none = ctypes.c_uint64(1), ctypes.c_int64(0)
+        at = ctypes.c_void_p(tensor.data_ptr())
+        return ctypes.c_void_p(
+            runtime.aclCreateTensor(sizes, one, 0, strides, none, 2, sizes, one, at)
+        )
+
+    def launched(out: torch.Tensor) -> int:
+        size, plan = ctypes.c_uint64(), ctypes.c_void_p()
+        runtime.aclnnSqrtGetWorkspaceSize(
+            made(x), made(out), ctypes.byref(size), ctypes.byref(plan)
+        )
+        return int(runtime.aclnnSqrt(None, size, plan, None))
+
+    x = torch.full((3,), 9.0, device=NPU)
+    out = torch.zeros(4, device=NPU)
+    torch.npu.synchronize()
+    assert launched(out) == 161002
+    assert launched(out[:2]) == 161002
+    assert launched(out[:3]) == 0
+    assert out.tolist() == [3.0, 3.0, 3.0, 0.0]
+
+
 # ------------------------------------------------------------------ memory
 
 
