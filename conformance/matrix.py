@@ -238,7 +238,12 @@ def table_of(rows: Sequence[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.matrix", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every ordered pair, not one cycle")
-    parser.add_argument("--kind", default="adamw", choices=[*KINDS, "mixed", "every"])
+    parser.add_argument(
+        "--kind",
+        default="adamw",
+        choices=[*KINDS, "mixed", "every"],
+        help="what is moved; mixed: all kinds in one job, every: one job after the other",
+    )
     options = parser.parse_args()
     rows: list[Row] = []
     for kind in KINDS if options.kind == "every" else (options.kind,):
