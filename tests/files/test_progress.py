@@ -1,10 +1,15 @@
 """Bars of the manager and of the tools: on a terminal, for work that lasts, and nowhere else."""
 
+import io
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from rich.console import Console
 
 from torchtitan_ckpt import progress
 
@@ -104,6 +109,21 @@ def test_a_bar_is_for_the_rank_that_is_wanted_only(monkeypatch):
         assert bar is not None
         bar.advance(4)
         bar.told("more", 1, 2)
+
+
+def test_a_bar_says_bytes_rate_and_remaining_time():
+    bar = progress.Bar()
+    bar.told("reading", 0, 10_000_000)
+    time.sleep(0.01)
+    bar.advance(2_000_000)
+    time.sleep(0.01)
+    bar.advance(3_000_000)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(bar._drawn.get_renderable())
+    drawn = console.file.getvalue()
+    assert "reading" in drawn
+    assert "5.0/10.0 MB" in drawn
+    assert re.search(r"[0-9.]+ [kMG]B/s +[0-9]+:[0-9]{2}:[0-9]{2}", drawn), drawn
 
 
 def test_the_tools_draw_the_same_bars(tmp_path):

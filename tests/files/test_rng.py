@@ -69,6 +69,16 @@ def test_they_are_excluded_with_the_train_state(tmp_path):
     assert before[1:] == after[1:]
 
 
+def test_generators_handed_in_by_name_come_back():
+    own = torch.Generator().manual_seed(3)
+    state = rng.RngState({"noise": own})
+    saved = state.state_dict()
+    drawn = torch.rand(5, generator=own)
+    torch.rand(7, generator=own)
+    state.load_state_dict(saved)
+    assert torch.equal(torch.rand(5, generator=own), drawn)
+
+
 def test_one_value_a_rank_beside_the_train_state(tmp_path):
     with job(tmp_path, 1) as first:
         first.train(2)
