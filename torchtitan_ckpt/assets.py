@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ckpt.errors import Problem, SaveError
+from torchtitan_ckpt.errors import SaveError
+from torchtitan_ckpt.formats.hf_file import write_problem
 from torchtitan_ckpt.formats.strangers import leaves
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth",
@@ -55,13 +56,8 @@ def copy_assets(folder: Path, target: Path, changes: Mapping[str, Any]) -> list[
             else:
                 shutil.copyfile(path, target / path.name)
         except OSError as error:
-            raise SaveError(
-                Problem(
-                    code="convert.asset",
-                    what=f"a file beside the weights cannot be copied: {error.strerror or error}",
-                    where=str(path),
-                )
-            ) from error
+            problem = write_problem(path, "copied beside the weights", error, "convert.asset")
+            raise SaveError(problem) from error
         names.append(path.name)
     return names
 

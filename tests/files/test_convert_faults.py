@@ -1,5 +1,7 @@
 """`convert` killed, interrupted, shared by ranks, short of memory, and reading back wrong bytes."""
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -22,8 +24,9 @@ from tests.files.convert_lab import (
     save_dcp,
 )
 from tests.files.memory_lab import ALLOCATOR
+from torchtitan_ckpt.convert import workspace
 from torchtitan_ckpt.errors import CheckpointError, SaveError
-from torchtitan_ckpt.formats import detect, read_manifest
+from torchtitan_ckpt.formats import detect, read_manifest, uncached
 
 ROOT = Path(__file__).parents[2]
 MOE = FIXTURES / "moe"
@@ -391,3 +394,43 @@ def test_interrupted_by_hand(tmp_path):
     assert process.returncode == 130
     assert "interrupted" in error
     assert not (tmp_path / "x.pt").exists()
+
+
+TARGETS = [("dcp", "step-1"), ("hf", "out"), ("pt", "out.pt")]
+
+
+def on_disk(path: Path) -> int:
+    return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else [path]))
+
+
+@pytest.mark.parametrize(("to", "name"), TARGETS)
+def test_room_is_asked_for_what_a_result_really_takes(to, name, tmp_path, monkeypatch):
+    """Headers and archives too, which are most of a small checkpoint."""
+    asked = []
+    monkeypatch.setattr(workspace.Workspace, "refuse_full", lambda _, needed: asked.append(needed))
+    save_dcp(full_step("moe"), tmp_path / "dcp")
+    go(tmp_path / "dcp", tmp_path / name, to=to, config=str(MOE), window=2**20)
+    assets = sum((MOE / f).stat().st_size for f in ("config.json", "generation_config.json"))
+    taken = on_disk(tmp_path / name) - (assets if to == "hf" else 0)
+    assert taken <= asked[0] <= 1.5 * taken
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(("to", "name"), TARGETS)
+def test_a_disk_that_fills_up_is_said_and_leaves_nothing(to, name, after, tmp_path, monkeypatch):
+    save_dcp(full_step("moe"), tmp_path / "dcp")
+    real, calls = os.pwritev, itertools.count()
+
+    def filling(*args):
+        if next(calls) >= after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    monkeypatch.setattr(uncached, "_BUFFER", 4096)
+    monkeypatch.setattr(os, "pwritev", filling)
+    with pytest.raises(SaveError) as caught:
+        go(tmp_path / "dcp", tmp_path / name, to=to, config=str(MOE))
+    (problem,) = caught.value.problems
+    assert (problem.cause, problem.fix) == ("the disk is full", "free space or save elsewhere")
+    assert problem.where.startswith(str(tmp_path))
+    assert not (tmp_path / name).exists()

@@ -1,8 +1,8 @@
-"""Whether a conversion is whole, and which parts of a step are kept: pure, on manifests."""
+"""Whether a conversion is whole, what it keeps of a step, what room it needs; from manifests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,18 @@ def kept_keys(manifest: Manifest, only: str | None, exclude: tuple[str, ...]) ->
         )
     keys = [k for k in (*manifest.tensors, *manifest.objects) if state_of(k) not in exclude]
     return keys if only is None else [k for k in keys if state_of(k) == only]
+
+
+# What a format writes beside the bytes of a tensor or an object: an archive and its places in
+# `.metadata`; a line of a header; an entry of a zip. Measured, and rounded up.
+_BESIDE = {"dcp": 2048, "hf": 256, "pt": 512}
+
+
+def room(target: str, entries: Sequence[TensorEntry], objects: int, piece: int) -> int:
+    """Bytes that a result takes on disk, at most, values of objects aside."""
+    size = sum(entry.nbytes for entry in entries)
+    cuts = size // piece if target == "dcp" else 0  # each piece is an item of its own
+    return size + _BESIDE[target] * (len(entries) + objects + cuts)
 
 
 def missing(

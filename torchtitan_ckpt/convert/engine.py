@@ -23,7 +23,7 @@ from torchtitan_ckpt.assets import assets_of, config_changes, copy_assets
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.convert import run
 from torchtitan_ckpt.convert import sink as sinks
-from torchtitan_ckpt.convert.account import flat_objects
+from torchtitan_ckpt.convert.account import flat_objects, room
 from torchtitan_ckpt.convert.options import Options
 from torchtitan_ckpt.convert.plan import Conversion, decide
 from torchtitan_ckpt.convert.source import Source, open_source
@@ -101,7 +101,9 @@ class _Job:
             self._refuse_inside()
             self.place.refuse_taken()
             if self.ranks.rank == 0 and not dry_run:
-                self.place.refuse_full(self.conversion.bytes_out)
+                found = self.conversion
+                target, objects = found.target_format, len(found.objects)
+                self.place.refuse_full(room(target, found.entries, objects, self.piece))
         if dry_run:
             return self._result(dry_run=True)
         main = self.ranks.rank == 0

@@ -113,7 +113,8 @@ class DcpStreamWriter:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # it writes what is left, and fails as before
+                self._file.close()
             self._file = None
             with contextlib.suppress(OSError):
                 (self._folder / self._name).unlink()

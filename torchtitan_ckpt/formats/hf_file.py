@@ -204,7 +204,7 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def write_problem(path: Path, verb: str, error: OSError) -> Problem:
+def write_problem(path: Path, verb: str, error: OSError, code: str = "hf.write") -> Problem:
     """A failure of the system while saving, in words."""
     causes = {
         errno.ENOSPC: ("the disk is full", "free space or save elsewhere"),
@@ -218,7 +218,7 @@ def write_problem(path: Path, verb: str, error: OSError) -> Problem:
     }
     cause, fix = causes.get(error.errno or 0, ("", "look at the disk, then save again"))
     return Problem(
-        code="hf.write",
+        code=code,
         what=f"a file could not be {verb}",
         where=str(path),
         actual=error.strerror or str(error),

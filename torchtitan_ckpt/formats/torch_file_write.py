@@ -23,6 +23,7 @@ import torch
 
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.crc import crc32
+from torchtitan_ckpt.formats.hf_file import write_problem
 from torchtitan_ckpt.formats.tensor_bytes import memory, plain
 from torchtitan_ckpt.formats.torch_file_journal import Done, Journal
 from torchtitan_ckpt.formats.uncached import open_uncached
@@ -178,13 +179,8 @@ class TorchFileWriter:
         try:
             yield
         except OSError as error:
-            raise SaveError(
-                Problem(
-                    code="torch.save",
-                    what=f"the file could not be written: {error.strerror or error}",
-                    where=str(error.filename or self._where),
-                )
-            ) from error
+            place = Path(error.filename or self._where)
+            raise SaveError(write_problem(place, "written", error, "torch.save")) from error
 
     # The journal
 
