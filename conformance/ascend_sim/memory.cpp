@@ -12,7 +12,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <list>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "sim.h"
@@ -28,6 +30,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 using Ranges = std::map<char*, size_t>;  // start -> bytes
+using Source = std::pair<const char*, size_t>;
 
 struct Memory {
   std::mutex lock;
@@ -40,6 +43,7 @@ struct Memory {
   Ranges blocks;      // allocated in `shown`, of all devices
   Ranges pinned;      // aclrtMallocHost
   Ranges registered;  // host memory that the device can address (aclrtHostRegister)
+  std::list<Source> unread;  // what copies that have not run yet are going to read
 
   // No lock: the mappings never move once they exist.
   bool on_device(const void* pointer) const {
@@ -134,6 +138,28 @@ void copy(void* target, size_t room, const void* source, size_t bytes, int kind)
   std::memmove(to, side("source", source, bytes, kind, 2), bytes);
 }
 
+// Notes what a submitted copy is going to read; the note goes with the last holder.
+std::shared_ptr<void> reading(const void* source, size_t bytes) {
+  Memory& m = memory();
+  std::lock_guard guard(m.lock);
+  m.unread.emplace_front(static_cast<const char*>(source), bytes);
+  return {nullptr, [&m, entry = m.unread.begin()](void*) {
+            std::lock_guard guard(m.lock);
+            m.unread.erase(entry);
+          }};
+}
+
+// Lazy mode: whoever reads the target of a copy on the host before it has run finds garbage. Not
+// where an earlier copy has yet to read what lies there, which the order of streams allows.
+void undefine(void* target, size_t bytes) {
+  if (memory().on_device(target) || view(target, bytes)) return;
+  std::lock_guard guard(memory().lock);
+  const char* const from = static_cast<char*>(target);
+  for (const auto& [start, length] : memory().unread)
+    if (start < from + bytes && from < start + length) return;
+  std::memset(target, kUndefined, bytes);
+}
+
 }  // namespace
 
 char* view(const void* pointer, size_t bytes) {
@@ -198,9 +224,8 @@ ENTRY(aclrtMemcpy, (void* target, size_t room, const void* source, size_t bytes,
 ENTRY(aclrtMemcpyAsync, (void* target, size_t room, const void* source, size_t bytes, int kind,
                          void* stream), {
   if (bytes && (!target || !source)) copy(target, room, source, bytes, kind);  // refused now
-  if (lazy() && bytes <= room && !memory().on_device(target) && !view(target, bytes))
-    std::memset(target, kUndefined, bytes);
-  submit(stream, [=] { copy(target, room, source, bytes, kind); });
+  if (lazy() && bytes <= room) undefine(target, bytes);
+  submit(stream, [=, held = reading(source, bytes)] { copy(target, room, source, bytes, kind); });
 })
 
 // What tests read through ctypes.

@@ -55,6 +55,28 @@ def test_a_snapshot_needs_the_order_of_streams(lazy_ranks: RankPool):
     assert lazy_ranks.run(_snapshot, 1, False) == [False]
 
 
+def _to_the_device_and_back() -> tuple[bool, bool]:
+    """A host tensor is copied in, and out again before anything has run: streams keep the order."""
+    found = device.current()
+    found.select(0)
+    host = found.host_empty((N,), torch.float32).fill_(7.0)
+    x = torch.empty(N, device="npu")
+    for _ in range(2):
+        x.copy_(host, non_blocking=True)
+        x.add_(1.0)
+        host.copy_(x, non_blocking=True)
+    found.synchronize()
+    right = bool((host == 9.0).all())
+    host.copy_(x, non_blocking=True)  # nothing is left that has to read the host's old bytes
+    garbage = bool((host.view(torch.uint8) == GARBAGE).all())
+    found.synchronize()
+    return right, garbage
+
+
+def test_a_copy_out_keeps_what_an_earlier_copy_in_has_yet_to_read(lazy_ranks: RankPool):
+    assert lazy_ranks.run(_to_the_device_and_back, 1) == [(True, True)]
+
+
 def _event() -> tuple[bool, bool, bool]:
     found = device.current()
     found.select(0)

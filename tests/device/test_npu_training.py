@@ -73,6 +73,13 @@ def test_all_modes_in_lazy_mode(lazy_ranks: RankPool, tmp_path: Path, kind: str,
     assert differences(first, second) == []
 
 
+def test_lazy_mode_changes_no_bit(ranks: RankPool, lazy_ranks: RankPool, tmp_path: Path):
+    """Two lazy runs could be wrong alike; this one is compared with an eager run."""
+    eager = ranks.run(_uninterrupted, 2, str(tmp_path / "eager"), "swap", {}, timeout=120)
+    lazy = lazy_ranks.run(_uninterrupted, 2, str(tmp_path / "lazy"), "swap", {}, timeout=120)
+    assert differences(eager, lazy) == []
+
+
 @NPU_ONLY
 def test_mapped_moments_in_lazy_mode(lazy_ranks: RankPool, tmp_path: Path):
     options = {"async_mode": "async_with_pinned_mem"}
