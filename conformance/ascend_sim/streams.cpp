@@ -8,6 +8,8 @@
 // An event is a place: a stream and how much had been submitted to it. Waiting for one captures the
 // place at that moment, so waits only ever point at work that was submitted earlier, and no circle
 // of waits can arise.
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -63,7 +65,8 @@ Stream& resolve(void* handle) {
 }
 
 // Run the next task, or wait for the one that another thread has begun. The lock is open while a
-// task runs.
+// task runs. The thread may be anybody's: of what torch does for it - autograd, modes that watch
+// operators - a task sees nothing.
 void advance(Stream& s, std::unique_lock<std::mutex>& guard) {
   if (s.running) return s.changed.wait(guard);
   Task task = std::move(s.queue.front());
@@ -73,6 +76,9 @@ void advance(Stream& s, std::unique_lock<std::mutex>& guard) {
   std::optional<Failure> error;
   try {
     enter("task");
+    const c10::impl::ForceDispatchKeyGuard plain(
+        c10::default_included_set,
+        c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     task();
   } catch (const Failure& failure) {
     error = failure;

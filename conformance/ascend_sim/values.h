@@ -6,7 +6,6 @@
 #pragma once
 
 #include <ATen/Tensor.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <optional>
 #include <tuple>
@@ -76,7 +75,6 @@ Task later(F f, Args... args) {
   return [f, values = std::make_tuple(resolved(args)...)]() mutable {
     const auto sum = [](const auto&... each) { return (elements(each) + ... + 0); };
     const int64_t before = std::apply(sum, values);
-    at::AutoDispatchBelowADInplaceOrView without_autograd;
     try {
       std::apply(f, values);
     } catch (const c10::Error& error) {

@@ -5,8 +5,11 @@ The jobs run in rank processes in which asynchronous work waits until something 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.ranks import RankPool
 from torchtitan_ckpt import device
@@ -92,6 +95,29 @@ def _event() -> tuple[bool, bool, bool]:
 
 def test_an_event_is_waited_for(lazy_ranks: RankPool):
     assert lazy_ranks.run(_event, 1) == [(False, False, True)]
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _waits_inside_a_mode() -> tuple[list[str], bool]:
+    found = device.current()
+    found.select(0)
+    x = torch.ones(N, device="npu").add_(1)
+    with _Watch() as mode:
+        found.synchronize()
+    return mode.seen, x.tolist() == [2.0] * N
+
+
+def test_what_the_device_does_is_hidden_from_the_modes_of_whoever_waits(lazy_ranks: RankPool):
+    assert lazy_ranks.run(_waits_inside_a_mode, 1) == [([], True)]
 
 
 def _polled() -> int:
