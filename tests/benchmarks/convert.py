@@ -5,8 +5,9 @@
 Every call is a process of its own: seconds of the work alone, on the clock and of the processor
 (which other jobs on the machine stretch less), and the peak of anonymous memory above the import's.
 Ratios are of medians of one run, with a warm page cache; nobody waits for the disk (torch's writers
-do not either) unless `--sync`. The other side does what torchtitan's conversion scripts do, with a
-plain state dict in place of a built model. A script, not a test: times depend on the machine.
+do not either) unless `--sync`. The other side does what torchtitan 0.3.0's conversion scripts do
+with its own model and adapter, which it builds first (`pip install 'torchtitan-ckpt[titan]'`). A
+script, not a test: times depend on the machine.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ PRELUDE = """
 import sys, threading, time
 import torch, torch.distributed.checkpoint, safetensors.torch
 import torch.distributed.checkpoint.hf_storage, torch.distributed.checkpoint.format_utils
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.models.qwen3 import model_registry
 from torchtitan_ckpt import convert
-from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.convert.options import Options
 import warnings; warnings.simplefilter("ignore")
 def anonymous():
@@ -71,21 +73,25 @@ over.set(); thread.join()
 print(seconds, cpu, peak[0] - base)
 """
 OURS = "convert.convert(Options(src=src, dst=dst, config=config, **{options}))\n"
-# torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, without building the module.
-TO_HF = """
-adapter = MappingAdapter(config)
-state = {k: torch.empty(e.shape) for k, e in adapter.native_entries().items()}
+# What torchtitan's scripts/checkpoint_conversion/convert_to_hf.py and convert_from_hf.py do.
+MODEL = """
+torch.set_grad_enabled(False)
+spec = model_registry("0.6B")
+spec.model.enable_weight_tying = False
+with torch.device("cpu"):
+    model = spec.model.build()
+state = ModelWrapper(model)._get_state_dict()
+adapter = spec.state_dict_adapter(spec.model, None)
+"""
+TO_HF = f"""{MODEL}
 torch.distributed.checkpoint.load(state, checkpoint_id=src, no_dist=True)
-hf = {k: v.to(torch.bfloat16) for k, v in adapter.to_hf(state).items()}
-names = {k: 1 for k in hf}
+hf = {{k: v.to(torch.bfloat16) for k, v in adapter.to_hf(state).items()}}
 writer = torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter(
-    path=dst, save_distributed=True, fqn_to_index_mapping=names,
+    path=dst, save_distributed=True, fqn_to_index_mapping={{k: 1 for k in hf}},
     enable_consolidation=True, thread_count_consolidation=5)
 torch.distributed.checkpoint.save(hf, storage_writer=writer, no_dist=True)
 """
-FROM_HF = """
-adapter = MappingAdapter(config)
-state = {k: torch.empty(e.shape) for k, e in adapter.native_entries().items()}
+FROM_HF = f"""{MODEL}
 hf = adapter.to_hf(state)
 reader = torch.distributed.checkpoint.hf_storage.HuggingFaceStorageReader(src)
 torch.distributed.checkpoint.load(hf, storage_reader=reader, no_dist=True)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.faults import jobs, shim
+from tests.faults import jobs, scenarios, shim
 from tests.faults.lab import Lab
 
 STEPS = 64
@@ -39,7 +39,7 @@ def prepared(lab, tmp_path_factory):
     bases, count = {}, iter(range(1 << 30))
 
     def make(scenario):
-        scene = jobs.SCENARIOS[scenario]
+        scene = scenarios.SCENARIOS[scenario]
         kind = (scene["base"], scene.get("wide", False))
         folder = root / str(next(count))
         if kind not in bases:
@@ -60,7 +60,7 @@ def calls(lab, prepared):
 
     def of(scenario):
         if scenario not in known:
-            known[scenario] = lab.run(jobs.count, prepared(scenario), scenario)
+            known[scenario] = lab.run(scenarios.count, prepared(scenario), scenario)
         return known[scenario]
 
     return of

@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.faults import shim
 
-PRELOAD = ("tests.faults.jobs", "tests.faults.rank_jobs")
+PRELOAD = ("tests.faults.jobs", "tests.faults.scenarios", "tests.faults.rank_jobs")
 _HEAD = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
@@ -144,7 +144,7 @@ class Lab:
             self._server.wait()
 
     def start(self, fn, *args, **kwargs):
-        """Fork a process that calls `fn`, a function of tests.faults.jobs."""
+        """Fork a process that calls `fn`, a function of a module in `PRELOAD`."""
         with self._lock:
             self._count += 1
             log = self._folder / f"child-{self._count}.log"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from conformance.jobs import Job, small_table
 from tests.faults import lab
-from tests.faults.jobs import strays, visible
+from tests.faults.judge import strays, visible
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.formats import dcp
@@ -91,7 +91,7 @@ def live_or_say(*args, **kwargs):
 
 
 def restart(store, rank, size, folder, truth):
-    """As `jobs.restart`, by all ranks together. `truth` is this rank's."""
+    """As `judge.restart`, by all ranks together. `truth` is this rank's."""
     join(store, rank, size)
     output = Path(folder) / "checkpoint"
     seen = visible(output)

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from tests.faults import jobs, shim
+from tests.faults import judge, scenarios, shim
 from tests.faults.conftest import needs_shim, points
 from tests.faults.shim import Action
 
@@ -40,12 +40,12 @@ def hits(fault, call):
 
 def complaint(lab, truth, prepared, scenario, at, fault):
     """What is wrong after a fault at call `at`; an empty string when all is well."""
-    scene = jobs.SCENARIOS[scenario]
+    scene = scenarios.SCENARIOS[scenario]
     folder = prepared(scenario)
     action, error, failing = FAULTS[fault]
     wide = scene.get("wide", False)
     child = lab.start(
-        jobs.fail_at, folder, scenario, truth[wide], at, action, error, failing or shim.KINDS
+        scenarios.fail_at, folder, scenario, truth[wide], at, action, error, failing or shim.KINDS
     )
     result = child.wait(120)
     wrong = [f"raised {text}" for text in result["raw"]]
@@ -59,7 +59,7 @@ def complaint(lab, truth, prepared, scenario, at, fault):
     wrong += result["wrong"]
     wrong += [result["continued"]] if result["continued"] else []
     wrong += result.get("strays of the same job", [])
-    after = lab.run(jobs.restart, folder, truth[wide], wide)
+    after = lab.run(judge.restart, folder, truth[wide], wide)
     wrong += [*after["wrong"], *after["wrong after"], *after["left"]]
     wrong += [f"after the restart: not {key}" for key in ("same", "next") if not after[key]]
     if scene.get("keep_latest_k", 2) == 0:
@@ -95,14 +95,14 @@ def cases_of(calls, scenario, chosen):
 def test_a_save_may_fail_at_any_call(lab, truth, prepared, calls, seed):
     rng = random.Random(seed)
     cases = []
-    for scenario in jobs.SCENARIOS:
+    for scenario in scenarios.SCENARIOS:
         cases += rng.sample(cases_of(calls, scenario, points(calls(scenario))), 4)
     check(lab, truth, prepared, calls, cases)
 
 
 def test_the_sample_meets_every_kind_of_call(calls):
     """What the scenarios make is what the shim can fail: a new kind of call must be added to it."""
-    kinds = {call.partition(" ")[0] for name in jobs.SCENARIOS for call in calls(name)}
+    kinds = {call.partition(" ")[0] for name in scenarios.SCENARIOS for call in calls(name)}
     assert kinds == set(shim.WRITES)
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_is_full_or_shut_from_the_start(lab, truth, prepared, scen
     """chmod does nothing for root, so the shim refuses as a read-only parent would."""
     action, error, failing = FAULTS[fault]
     result = lab.run(
-        jobs.fail_at, prepared(scenario), scenario, truth[False], 1, action, error, failing
+        scenarios.fail_at, prepared(scenario), scenario, truth[False], 1, action, error, failing
     )
     (text,) = result["raised"]
     assert text.startswith("SaveError: [")
@@ -145,7 +145,7 @@ def test_a_replacement_that_fails_half_way_leaves_the_old_step(lab, truth, prepa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", jobs.SCENARIOS)
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
 def test_a_save_may_fail_at_every_call(lab, truth, prepared, calls, scenario):
     """At each single call, with every fault that can meet it: about 220 cases a scenario."""
     every = range(1, len(calls(scenario)) + 1)
@@ -159,7 +159,7 @@ def test_a_save_may_fail_at_every_call(lab, truth, prepared, calls, scenario):
 @pytest.mark.parametrize("when", ["between", "before", "during", "after"])
 def test_a_folder_that_vanishes(lab, truth, tmp_path, mode, when):
     """Removed between two saves, or around the writing of one; the next save makes it anew."""
-    result = lab.run(jobs.vanish, str(tmp_path), when, truth[False], async_mode=mode)
+    result = lab.run(scenarios.vanish, str(tmp_path), when, truth[False], async_mode=mode)
     assert result["raw"] == []
     assert all(text.startswith("SaveError: [") for text in result["raised"])
     assert result["wrong"] == []
@@ -174,7 +174,7 @@ def test_a_folder_that_vanishes(lab, truth, tmp_path, mode, when):
 
 def reading(lab, truth, prepared, at, action, error):
     """A load that meets a fault is right, or raises a CheckpointError and changes nothing."""
-    result = lab.run(jobs.load_at, prepared("next"), truth[False], at, action, error)
+    result = lab.run(scenarios.load_at, prepared("next"), truth[False], at, action, error)
     if result["raised"]:
         if action is Action.SHORT:
             return f"a short read is no error: {result['raised']}"
@@ -185,7 +185,7 @@ def reading(lab, truth, prepared, at, action, error):
 @pytest.mark.parametrize(("action", "error"), [(Action.FAIL, "EIO"), (Action.SHORT, "")])
 def test_a_load_that_cannot_read_never_takes_less(lab, truth, prepared, seed, action, error):
     """A step that cannot be read for the moment is no reason to resume an older one."""
-    whole = lab.run(jobs.load_at, prepared("next"), truth[False], 0, Action.NOTHING, "")
+    whole = lab.run(scenarios.load_at, prepared("next"), truth[False], 0, Action.NOTHING, "")
     assert whole["step"] == 2
     assert whole["same"]
     numbers = range(1, whole["count"] + 1)

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from tests.faults import jobs
+from tests.faults import judge, scenarios
 from tests.faults.conftest import needs_shim, points
 from tests.faults.shim import Action
 
@@ -22,17 +22,17 @@ QUICK = ("first", "next", "again", "again without exchange", "async", "model onl
 
 def complaint(lab, truth, prepared, scenario, at, action):
     """What is wrong after a death at call `at`; an empty string when all is well."""
-    scene = jobs.SCENARIOS[scenario]
+    scene = scenarios.SCENARIOS[scenario]
     wide = scene.get("wide", False)
     folder = prepared(scenario)
-    victim = lab.start(jobs.kill_at, folder, scenario, at, action)
+    victim = lab.start(scenarios.kill_at, folder, scenario, at, action)
     victim.listen(120)
     if not victim.over:
         victim.kill()
         return "it hung"
     if victim.failed:
         return f"it failed before it died: {victim.failed}"
-    after = lab.run(jobs.restart, folder, truth[wide], wide=wide)
+    after = lab.run(judge.restart, folder, truth[wide], wide=wide)
     wrong = {key: after[key] for key in ("wrong", "wrong after", "left") if after[key]}
     wrong |= {key: False for key in ("same", "next") if not after[key]}
     newest = max(after["full"], default=0)
@@ -85,6 +85,6 @@ def test_the_removal_of_an_old_step(lab, truth, prepared, calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", jobs.SCENARIOS)
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
 def test_a_save_may_die_at_every_call(lab, truth, prepared, calls, scenario):
     check(lab, truth, prepared, calls, deaths(calls, scenario, lambda p: p))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import jobs
+from tests.faults import jobs, judge
 from tests.faults.conftest import STEPS
 
 LENGTH = 4  # steps in a life that nobody ends
@@ -80,7 +80,7 @@ def career(lab, truth, root, seed, kills):
         newest = known
         chosen = options(rng, newest)
         back = chosen.get("load_step")
-        present = {n for n, _ in jobs.visible(folder / "checkpoint")}
+        present = {n for n, _ in judge.visible(folder / "checkpoint")}
         if back is not None and back not in present:
             del chosen["load_step"]
         top = max(present, default=0)
@@ -92,7 +92,7 @@ def career(lab, truth, root, seed, kills):
         loaded = [m for m in said if m[0] == "loaded"]
         for _, step, state in loaded:
             assert step == 0 or state == truth[step][0], f"kill {number}: step {step} came back"
-        after = lab.run(jobs.restart, str(folder), truth)
+        after = lab.run(judge.restart, str(folder), truth)
         story = f"kill {number}, {chosen}, said {said}: {after}"
         assert not after["wrong"], story
         assert not after["wrong after"], story

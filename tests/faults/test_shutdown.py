@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.faults import jobs
+from tests.faults import judge
 
 # argv: the folder, what the writer does, and how the job ends.
 JOB = """
@@ -56,7 +56,7 @@ def end(folder, *how):
 def test_a_save_that_runs_when_the_interpreter_ends_is_finished(lab, truth, tmp_path, how, code):
     result = end(tmp_path, "saves", how)
     assert result.returncode == code, result.stderr
-    after = lab.run(jobs.restart, str(tmp_path), truth[False])
+    after = lab.run(judge.restart, str(tmp_path), truth[False])
     assert after["resumed"] == 2, result.stderr
     assert after["same"]
     assert after["left"] == after["wrong"] == []
@@ -68,7 +68,7 @@ def test_a_save_that_fails_when_nobody_waits_for_it_any_more_is_said(lab, truth,
     result = end(tmp_path, "fails", "falls off")
     assert "step 2 could not be saved in the background" in result.stderr
     assert "No space left on device" in result.stderr
-    after = lab.run(jobs.restart, str(tmp_path), truth[False])
+    after = lab.run(judge.restart, str(tmp_path), truth[False])
     assert after["resumed"] == 1
     assert after["same"]
     assert after["left"] == after["wrong"] == []

@@ -24,9 +24,9 @@ from tests.files.convert_lab import (
     save_dcp,
 )
 from tests.files.memory_lab import ALLOCATOR
-from torchtitan_ckpt.convert import workspace
+from torchtitan_ckpt.convert import engine, workspace
 from torchtitan_ckpt.errors import CheckpointError, SaveError
-from torchtitan_ckpt.formats import detect, read_manifest, uncached
+from torchtitan_ckpt.formats import detect, page_cache, read_manifest
 
 ROOT = Path(__file__).parents[2]
 MOE = FIXTURES / "moe"
@@ -415,21 +415,30 @@ def test_room_is_asked_for_what_a_result_really_takes(to, name, tmp_path, monkey
     assert taken <= asked[0] <= 1.5 * taken
 
 
+@pytest.mark.parametrize("fits", [False, True])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize(("to", "name"), TARGETS)
-def test_a_disk_that_fills_up_is_said_and_leaves_nothing(to, name, after, tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_is_said_and_leaves_nothing(
+    to, name, after, fits, tmp_path, monkeypatch
+):
     save_dcp(full_step("moe"), tmp_path / "dcp")
-    real, calls = os.pwritev, itertools.count()
+    calls = itertools.count()
 
-    def filling(*args):
-        if next(calls) >= after:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*args)
+    def filling(real):
+        def write(*args):
+            if next(calls) >= after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args)
 
-    monkeypatch.setattr(uncached, "_BUFFER", 4096)
-    monkeypatch.setattr(os, "pwritev", filling)
-    with pytest.raises(SaveError) as caught:
-        go(tmp_path / "dcp", tmp_path / name, to=to, config=str(MOE))
+        return write
+
+    monkeypatch.setattr(page_cache, "_BUFFER", 4096)
+    monkeypatch.setattr(engine, "fits", lambda _: fits)
+    with monkeypatch.context() as patch:
+        for function in ("write", "pwrite") if fits else ("pwritev",):
+            patch.setattr(os, function, filling(getattr(os, function)))
+        with pytest.raises(SaveError) as caught:
+            go(tmp_path / "dcp", tmp_path / name, to=to, config=str(MOE))
     (problem,) = caught.value.problems
     assert (problem.cause, problem.fix) == ("the disk is full", "free space or save elsewhere")
     assert problem.where.startswith(str(tmp_path))

@@ -318,7 +318,7 @@ def test_a_full_disk_and_a_lying_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hf.save({"a": torch.zeros(2)}, tmp_path / "m")
     original_read = os.preadv
 
-    def full(fd, data, offset):
+    def full(fd, data, offset, *, kept):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def wrong(fd, buffers, offset):

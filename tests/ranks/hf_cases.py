@@ -260,11 +260,11 @@ def _break_writes(after: int) -> None:
     original = _saved[hf_file, "pwrite"] = hf_file.pwrite
     count = [0]
 
-    def full(*args):
+    def full(*args, **options):
         count[0] += 1
         if count[0] > after:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*args)
+        return original(*args, **options)
 
     hf_file.pwrite = full
 

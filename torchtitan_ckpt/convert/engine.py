@@ -32,6 +32,7 @@ from torchtitan_ckpt.convert.workspace import Workspace
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, SaveError
 from torchtitan_ckpt.formats.dcp_stream import DcpStreamWriter, planner_paths, write_metadata
 from torchtitan_ckpt.formats.dcp_stream_read import DcpReader
+from torchtitan_ckpt.formats.page_cache import fits
 
 # Told what is being done and how many bytes of how many are: `converting`, `comparing`.
 Progress = Callable[[str, int, int], None]
@@ -91,6 +92,10 @@ class _Job:
         self.sync = not self.options.no_sync
         self.files: tuple[str, ...] = ()
         self.digests: run.Digests | None = None if self.options.no_verify else {}
+        entries, objects = conversion.entries, len(conversion.objects)
+        self.room = room(target_format, entries, objects, self.piece)
+        # Comparing reads the result back: from the page cache, if it fits there.
+        self.kept = not self.options.no_verify and fits(self.room)
         if target_format == "hf":
             size = self.options.max_shard_size
             self.layout, self.by_file = sinks.layout_of(conversion.units, size)
@@ -101,9 +106,7 @@ class _Job:
             self._refuse_inside()
             self.place.refuse_taken()
             if self.ranks.rank == 0 and not dry_run:
-                found = self.conversion
-                target, objects = found.target_format, len(found.objects)
-                self.place.refuse_full(room(target, found.entries, objects, self.piece))
+                self.place.refuse_full(self.room)
         if dry_run:
             return self._result(dry_run=True)
         main = self.ranks.rank == 0
@@ -145,9 +148,8 @@ class _Job:
         count = self._counter("converting", [u for name in mine for u in self.by_file[name]])
         with self.ranks.together("writing their files"):
             for name in mine:
-                sink = sinks.HfFileSink(
-                    self.place.files, self.place.out, self.layout, name, self.sync
-                )
+                places = self.place.files, self.place.out
+                sink = sinks.HfFileSink(*places, self.layout, name, sync=self.sync, kept=self.kept)
                 if sink.complete:
                     count(sum(map(nbytes, self.by_file[name])))
                     continue
@@ -171,6 +173,7 @@ class _Job:
                 journal=self.place.journal,
                 word=self.place.word,
                 sync_files=self.sync,
+                kept=self.kept,
             ) as writer,
         ):
             sink = sinks.DcpSink(writer)
@@ -210,7 +213,8 @@ class _Job:
             if self.ranks.rank == 0 and not path.exists():
                 count = self._counter("converting", conversion.units)
                 journal = self.place.journal / name
-                with sinks.torch_sink(path, conversion.units, self.sync, journal) as sink:
+                options = {"sync": self.sync, "kept": self.kept}
+                with sinks.torch_sink(path, conversion.units, journal=journal, **options) as sink:
                     run.write(conversion.units, sink, self.piece, self.threads, count, self.digests)
                     paths = None
                     if conversion.source_format == "dcp" and not self.options.flat:

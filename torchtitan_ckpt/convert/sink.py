@@ -65,11 +65,13 @@ def layout_of(units: Sequence[Unit], max_shard_size: str) -> tuple[Layout, dict[
 class HfFileSink:
     """One safetensors file, in a folder of its own until `gather` collects all."""
 
-    def __init__(self, files: Path, out: Path, layout: Layout, name: str, sync: bool) -> None:
+    def __init__(
+        self, files: Path, out: Path, layout: Layout, name: str, *, sync: bool, kept: bool
+    ) -> None:
         self._places = (files / name / name, out / partial_name(name), out / name)
         self._folder = files / name
         self._layout = Layout({name: layout.files[name]})
-        self._sync = sync
+        self._sync, self._kept = sync, kept
         self._writer: HfWriter | None = None
 
     @property
@@ -90,7 +92,14 @@ class HfFileSink:
             stale.unlink()
         # The conversion compares the result with its source, which says more than a second reading.
         self._writer = HfWriter(
-            self._folder, self._layout, None, self._sync, None, None, verified=False
+            self._folder,
+            self._layout,
+            None,
+            self._sync,
+            None,
+            None,
+            verified=False,
+            kept=self._kept,
         )
         return self
 
@@ -190,6 +199,8 @@ class TorchSink:
 
 
 @contextlib.contextmanager
-def torch_sink(path: Path, units: Sequence[Unit], sync: bool, journal: Path) -> Iterator[TorchSink]:
-    with TorchFileWriter(path, sync=sync, journal=journal) as writer:
+def torch_sink(
+    path: Path, units: Sequence[Unit], *, sync: bool, kept: bool, journal: Path
+) -> Iterator[TorchSink]:
+    with TorchFileWriter(path, sync=sync, kept=kept, journal=journal) as writer:
         yield TorchSink(writer, units)

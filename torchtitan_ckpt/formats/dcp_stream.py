@@ -35,7 +35,7 @@ from torchtitan_ckpt.formats.dcp_items import ItemWriter
 from torchtitan_ckpt.formats.dcp_manifest import METADATA
 from torchtitan_ckpt.formats.hf_boxes import find_gap_or_overlap
 from torchtitan_ckpt.formats.hf_file import sync_folder, write_problem
-from torchtitan_ckpt.formats.uncached import open_uncached
+from torchtitan_ckpt.formats.page_cache import open_file
 from torchtitan_ckpt.manifest import TensorEntry
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -58,6 +58,7 @@ class DcpStreamWriter:
 
     `done` are the items of files that an earlier run with the same `word` completed (their journal
     lies in `journal`): they must not be written again. Without a journal every run begins anew.
+    `kept` files stay in the page cache, for a reader who comes at once.
     Use it as a context: leaving it by an exception removes the unfinished file.
     """
 
@@ -69,12 +70,14 @@ class DcpStreamWriter:
         journal: str | Path | None = None,
         word: str = "",
         sync_files: bool = True,
+        kept: bool = True,
         max_file_bytes: int = MAX_FILE_BYTES,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._folder, self._rank, self._word = Path(folder), rank, word
         self._journal = None if journal is None else Path(journal)
         self._sync, self._limit, self._progress = sync_files, max_file_bytes, progress
+        self._kept = kept
         self._writer = ItemWriter(largest=2**26)
         self._file: IO[bytes] | None = None
         self._at = 0
@@ -125,7 +128,7 @@ class DcpStreamWriter:
 
     def _put(self, data: bytes | memoryview) -> None:
         if self._file is None:
-            self._file = open_uncached(self._folder / self._name)
+            self._file = open_file(self._folder / self._name, kept=self._kept)
         self._file.write(data)
         self._at += len(data)
         if self._progress is not None:

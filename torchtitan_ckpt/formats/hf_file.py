@@ -21,7 +21,7 @@ import xxhash
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.hf_boxes import Ints, hull, strides_of
 from torchtitan_ckpt.formats.hf_header import Item, build_header
-from torchtitan_ckpt.formats.uncached import pwrite
+from torchtitan_ckpt.formats.page_cache import fits, pwrite
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
 
 PARTIAL = ".partial"
@@ -49,11 +49,13 @@ class FileWriter:
         *,
         create: bool = True,
         verified: bool = True,
+        kept: bool | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """With `create` the file is made with its header; without, it must be there already.
 
-        Without `verified` nothing is hashed and `verify` has nothing to compare.
+        Without `verified` nothing is hashed and `verify` has nothing to compare. `kept` is whether
+        the file stays in the page cache; by itself it does where it is verified and fits.
         """
         self.folder, self.name = folder, name
         self.path = folder / partial_name(name)
@@ -62,6 +64,7 @@ class FileWriter:
         last = max((item.start + item.length for item in self.items.values()), default=0)
         self.size = max(last, len(self.header))
         self._verified = verified
+        self._kept = verified and fits(self.size) if kept is None else kept
         self._records: list[tuple[_Runs, int]] = []
         self._pending = bytearray()
         self._pending_at = 0
@@ -165,7 +168,7 @@ class FileWriter:
         with self._failing("written"):
             done = 0
             while done < len(data):
-                done += pwrite(self._fd, data[done:], offset + done)
+                done += pwrite(self._fd, data[done:], offset + done, kept=self._kept)
         if self._progress is not None:
             self._progress(len(data))
 

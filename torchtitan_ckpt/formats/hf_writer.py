@@ -67,11 +67,12 @@ class HfWriter:
         progress: Callable[[int], None] | None,
         *,
         verified: bool = True,
+        kept: bool | None = None,
     ) -> None:
         self._folder, self._layout = folder, layout
         self._metadata = dict(FORMAT_METADATA if metadata is None else metadata)
         self._sync, self._resume, self._progress = sync_files, resume, progress
-        self._verified = verified
+        self._verified, self._kept = verified, kept
         self._entries = {e.key: e for entries in layout.files.values() for e in entries}
         self._file_of = {e.key: name for name, entries in layout.files.items() for e in entries}
         self._open: dict[str, FileWriter] = {}
@@ -156,6 +157,7 @@ class HfWriter:
                 self._layout.files[name],
                 self._metadata,
                 verified=self._verified,
+                kept=self._kept,
                 progress=self._progress,
             )
         return self._open[name]

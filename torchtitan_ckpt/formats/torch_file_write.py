@@ -24,9 +24,9 @@ import torch
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.crc import crc32
 from torchtitan_ckpt.formats.hf_file import write_problem
+from torchtitan_ckpt.formats.page_cache import open_file
 from torchtitan_ckpt.formats.tensor_bytes import memory, plain
 from torchtitan_ckpt.formats.torch_file_journal import Done, Journal
-from torchtitan_ckpt.formats.uncached import open_uncached
 from torchtitan_ckpt.manifest import ITEM_SIZE
 
 _ALIGN = 64
@@ -75,13 +75,19 @@ class TorchFileWriter:
     ...         sink(block)
 
     `journal` is a file to keep notes in: `done` are the keys that an earlier writer of the same
-    path and journal has written; they are not to be written again.
+    path and journal has written; they are not to be written again. A file that is `kept` stays in
+    the page cache, for a reader who comes at once.
 
     Raises `SaveError` on failures of the file system and when bytes are missing or too many.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, sync: bool = True, journal: Path | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        sync: bool = True,
+        kept: bool = True,
+        journal: Path | None = None,
     ) -> None:
         self._path = Path(path)
         self._partial = self._path.with_name(f".{self._path.name}.partial")
@@ -93,7 +99,7 @@ class TorchFileWriter:
         self._unnoted: list[Done] = []
         with self._in_words():
             earlier = self._journal.read() if self._journal else []
-            self._file = open_uncached(self._partial, "r+" if earlier else "w")
+            self._file = open_file(self._partial, "r+" if earlier else "w", kept=kept)
             for done in earlier:
                 self._take(done)
             self._file.seek(self._file.truncate(earlier[-1].end if earlier else 0))

@@ -1,4 +1,4 @@
-"""Files that go past the page cache: the same bytes, the same failures, and nothing left in it."""
+"""Files past the page cache: the same bytes, the same failures, and nothing left in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from torchtitan_ckpt.formats import uncached
+from torchtitan_ckpt.formats import page_cache
 
 SIZE = 8 * 2**20 + 321
 
@@ -29,8 +29,8 @@ def pieces(data):
         at += size
 
 
-def write(path, data, mode="w", at=0):
-    with uncached.open_uncached(path, mode) as file:
+def write(path, data, mode="w", at=0, kept=False):
+    with page_cache.open_file(path, mode, kept=kept) as file:
         file.seek(at)
         for piece in pieces(data):
             file.write(piece)
@@ -39,8 +39,9 @@ def write(path, data, mode="w", at=0):
         os.fsync(file.fileno())
 
 
-def test_a_file_holds_what_was_written(tmp_path, data):
-    write(tmp_path / "a", data)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_file_holds_what_was_written(tmp_path, data, kept):
+    write(tmp_path / "a", data, kept=kept)
     assert (tmp_path / "a").read_bytes() == data
 
 
@@ -59,7 +60,7 @@ def test_where_the_flag_is_unknown_it_is_an_ordinary_write(tmp_path, data, monke
     write(tmp_path / "a", data)
     assert (tmp_path / "a").read_bytes() == data
     with open(tmp_path / "a", "r+b") as file:
-        assert uncached.pwrite(file.fileno(), b"end", 5) == 3
+        assert page_cache.pwrite(file.fileno(), b"end", 5, kept=False) == 3
     assert (tmp_path / "a").read_bytes() == data[:5] + b"end" + data[8:]
 
 
@@ -101,10 +102,19 @@ def test_nothing_is_left_in_the_page_cache(tmp_path, data):
     file = tmp_path / "probe"
     with open(file, "wb") as probe:
         try:
-            os.pwritev(probe.fileno(), [b"x"], 0, uncached._RWF_DONTCACHE)
+            os.pwritev(probe.fileno(), [b"x"], 0, page_cache._RWF_DONTCACHE)
         except (OSError, NotImplementedError):
             pytest.skip("this kernel or file system knows no uncached writes")
     file.write_bytes(data)
     assert resident(file) == 1
     write(tmp_path / "a", data)
     assert resident(tmp_path / "a") < 0.1
+    write(tmp_path / "b", data, kept=True)
+    assert resident(tmp_path / "b") == 1
+
+
+def test_what_fits_is_a_part_of_the_memory_that_is_available(monkeypatch):
+    text = "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable:     400 kB\n"
+    monkeypatch.setattr(page_cache.Path, "read_text", lambda *_, **__: text)
+    assert page_cache.fits(100 * 1024)
+    assert not page_cache.fits(100 * 1024 + 1)
