@@ -31,7 +31,7 @@ class Chapter:
 CHAPTERS = (
     Chapter("unit", 120, ("tests/unit",)),
     Chapter("files", 360, ("tests/files",)),
-    Chapter("ranks", 400, ("tests/ranks",), workers=1),
+    Chapter("ranks", 480, ("tests/ranks",), workers=1),
     Chapter("faults", 180, ("tests/faults",), workers=1),
     Chapter("gate", 300, ("tests/gate", "tests/specimens")),
     Chapter("families", 240, ("tests/families",)),
