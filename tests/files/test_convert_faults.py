@@ -391,7 +391,7 @@ def test_interrupted_by_hand(tmp_path):
         if process.returncode != 0:
             break
         (tmp_path / "x.pt").unlink()
-    assert process.returncode == 130
+    assert process.returncode == 130, error
     assert "interrupted" in error
     assert not (tmp_path / "x.pt").exists()
 
