@@ -56,7 +56,8 @@ def copy_assets(folder: Path, target: Path, changes: Mapping[str, Any]) -> list[
             else:
                 shutil.copyfile(path, target / path.name)
         except OSError as error:
-            problem = write_problem(path, "copied beside the weights", error, "convert.asset")
+            place = Path(error.filename or target / path.name)
+            problem = write_problem(place, "copied beside the weights", error, "convert.asset")
             raise SaveError(problem) from error
         names.append(path.name)
     return names

@@ -213,8 +213,9 @@ class _Job:
             if self.ranks.rank == 0 and not path.exists():
                 count = self._counter("converting", conversion.units)
                 journal = self.place.journal / name
-                options = {"sync": self.sync, "kept": self.kept}
-                with sinks.torch_sink(path, conversion.units, journal=journal, **options) as sink:
+                with sinks.torch_sink(
+                    path, conversion.units, sync=self.sync, kept=self.kept, journal=journal
+                ) as sink:
                     run.write(conversion.units, sink, self.piece, self.threads, count, self.digests)
                     paths = None
                     if conversion.source_format == "dcp" and not self.options.flat:

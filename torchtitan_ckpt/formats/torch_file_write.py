@@ -334,22 +334,6 @@ def _directory_entry(raw: bytes, header: int, size: int, crc: int) -> bytes:
     extra = pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size = size if size < _WIDE else 0xFFFFFFFF
     header = header if header < _WIDE else 0xFFFFFFFF
-    numbers = (
-        45,
-        45,
-        _FLAGS,
-        0,
-        0,
-        0x21,
-        crc,
-        size,
-        size,
-        len(raw),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        header,
-    )
+    about = (45, 45, _FLAGS, 0, 0, 0x21, crc, size, size)
+    numbers = (*about, len(raw), len(extra), 0, 0, 0, 0, header)
     return pack("<4s6H3I5H2I", b"PK\x01\x02", *numbers) + raw + extra
