@@ -260,6 +260,7 @@ def test_what_is_needed_to_know_the_model_is_said(tmp_path):
     [
         ({"export_dtype": "int8"}, "no dtype to convert to"),
         ({"quantize": "fp8", "to": "dcp"}, "only Hugging Face files are written quantized"),
+        ({"exclude": ("optimizer",)}, "hold the model alone"),
         ({"weights": (1.0, 2.0)}, "2 weights for 1"),
         ({"window": 100}, "too few"),
         ({"threads": 0}, "no thread"),

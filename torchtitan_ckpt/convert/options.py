@@ -109,6 +109,11 @@ def check(options: Options, source: str, target: Format) -> None:
             "convert.generation", "Hugging Face files have one set of names", "--to-generation",
             "leave it out, or convert --to dcp",
         )  # fmt: skip
+    if options.exclude and source == "hf":
+        fault(
+            "convert.exclude", "Hugging Face files hold the model alone, and no other state",
+            "--exclude", "leave it out",
+        )  # fmt: skip
     if options.only not in (None, "model"):
         fault("convert.only", f"no part {options.only!r}", "--only", "the one part is: model")
     if options.weights and len(options.weights) != 1 + len(options.average):
