@@ -48,10 +48,18 @@ class Ranks:
 
     def fork(self) -> Ranks:
         """The same ranks over a group of their own (gloo), for use on another thread."""
+        return self if self.group is None else Ranks.current(_gloo_group(self.group))
+
+    def on_cpu(self) -> Ranks:
+        """The same ranks over a group that moves CPU memory; one is made where theirs cannot."""
         if self.group is None:
             return self
-        ranks = dist.get_process_group_ranks(self.group)
-        return Ranks.current(dist.new_group(ranks, backend="gloo"))
+        backends = str(dist.get_backend_config(self.group))
+        if "cpu:" in backends or backends == "gloo":
+            return self
+        if self.group not in _cpu_groups:
+            _cpu_groups[self.group] = _gloo_group(self.group)
+        return Ranks.current(_cpu_groups[self.group])
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
@@ -95,6 +103,25 @@ class Ranks:
         if error is not None and rank == self.rank:
             raise error
         raise _unpack(packed, rank, what, sum(f is not None for f in failures)) from error
+
+
+_cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks that waits for a lost one as long as the given group does.
+
+    Torch would give it the default of half an hour, whatever the job has chosen.
+    """
+    backends = [group._get_backend(kind) for kind in group._device_types]
+    options = [one.options for one in backends if hasattr(one, "options")]
+    own: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=options[0]._timeout if options else None,
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    return own
 
 
 @contextlib.contextmanager

@@ -47,11 +47,18 @@ class Child:
     _pidfd: int = -1
     _data: bytes = b""
 
-    def kill(self):
-        """SIGKILL, unless it has ended."""
+    def kill(self, number=signal.SIGKILL):
+        """Send a signal, unless it has ended."""
         if not self.over and self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def stuck(self):
+        """End one that hangs; its output, with the stack of each of its threads."""
+        self.kill(signal.SIGABRT)
+        if not self.listen(10):
+            self.kill()
+        return f"the last it said: {self.said[-1:]}\n{self.output()}"
 
     def listen(self, seconds, until=None):
         """Take in messages for so long, or until `until(message)` or the end of the process."""
@@ -81,8 +88,7 @@ class Child:
     def wait(self, seconds=120.0):
         """Its value; raises with its traceback, or with the end of its output if it hung."""
         if not self.listen(seconds):
-            self.kill()
-            raise AssertionError(f"{self.name} hung for {seconds} s\n{self.output()}")
+            raise AssertionError(f"{self.name} hung for {seconds} s\n{self.stuck()}")
         if self.failed:
             raise AssertionError(f"{self.name} failed\n{self.failed}\n{self.output()}")
         if not self.finished:

@@ -20,6 +20,9 @@ from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.parallel import ParallelDegrees
 
 
+PATIENCE = 30  # seconds that the job's collectives wait for a rank
+
+
 def join(store, rank, size):
     """Become rank `rank` of `size`, over a file that only these ranks use."""
     dist.init_process_group(
@@ -27,7 +30,7 @@ def join(store, rank, size):
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=PATIENCE),
     )
 
 

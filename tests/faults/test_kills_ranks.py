@@ -45,9 +45,9 @@ def career(lab, folder, size, seed, kills):
         for child in ranks:
             if not alone:
                 child.kill()
-            elif child is not victim and not child.listen(40):
-                child.kill()
-                raise AssertionError(f"kill {number}: a survivor hung\n{child.output()}")
+            elif child is not victim and not child.listen(3 * rank_jobs.PATIENCE):
+                story = f"kill {number}, {mode}, of {victim.said[-1:]}: a survivor hung"
+                raise AssertionError(f"{story}\n{child.stuck()}")
             child.listen(30)
             assert child.over
             assert not child.failed, f"kill {number}, {mode}: {child.failed}"
@@ -82,3 +82,8 @@ def test_a_rank_that_has_gone_is_told_in_words(lab, what):
 @pytest.mark.parametrize(("size", "kills"), [(2, 40), (4, 60)])
 def test_many_kills_on_ranks(lab, tmp_path, seed, size, kills):
     career(lab, str(tmp_path / "job"), size, seed + size, kills)
+
+
+def test_a_job_that_hangs_is_ended_with_its_stack(lab):
+    with pytest.raises(AssertionError, match=r"sleep hung for 0.5 s(.|\n)*lab.py.* in _live"):
+        lab.run(time.sleep, 60, seconds=0.5)

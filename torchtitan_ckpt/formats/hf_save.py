@@ -70,7 +70,7 @@ def save(
 
     Raises SaveError or RankError on every rank, with the first cause; nothing is put in place then.
     """
-    ranks = _cpu_ranks(process_group)
+    ranks = Ranks.current(process_group).on_cpu()
     root = Path(folder)
     shown = FORMAT_METADATA if metadata is None else metadata
     with ranks.together("describing what they save"), collector_paused():
@@ -289,27 +289,6 @@ def _write_bytes(
                         files[name].write_box(item, at, size, dense_bytes(data))
         for file in files.values():
             file.flush()
-
-
-# --- ranks --------------------------------------------------------------------------------------
-
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
-
-def _cpu_ranks(group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks over a group that moves CPU memory; one is made where the given cannot."""
-    ranks = Ranks.current(group)
-    if ranks.group is None:
-        return ranks
-    backends = str(dist.get_backend_config(ranks.group))
-    if "cpu:" in backends or backends == "gloo":
-        return ranks
-    if ranks.group not in _groups:
-        members = dist.get_process_group_ranks(ranks.group)
-        _groups[ranks.group] = dist.new_group(
-            members, backend="gloo", use_local_synchronization=True
-        )
-    return Ranks.current(_groups[ranks.group])
 
 
 def _short(members: list[int]) -> str:
