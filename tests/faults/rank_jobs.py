@@ -19,7 +19,6 @@ from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.formats import dcp
 from torchtitan_ckpt.parallel import ParallelDegrees
 
-
 PATIENCE = 30  # seconds that the job's collectives wait for a rank
 
 
