@@ -132,6 +132,20 @@ CONTRACT: tuple[Check, ...] = (
         ("adapter", "native", "forward"),
         after=("keys.total",),
     ),
+    Check(
+        "reshard.shapes",
+        5,
+        "A shape does not depend on the split of its tensor.",
+        kinds="LAY-05, GEO-01",
+    ),
+    Check(
+        "reshard.convert",
+        5,
+        "Every split converts, to what one rank gives.",
+        after=("values.dtensor", "reshard.shapes"),
+        kinds="FUS-03, LAY-01, LAY-07, GEO-05, GEO-11",
+    ),
+    Check("reshard.placements", 5, "Import splits a tensor as the model does.", kinds="LAY-02"),
     _manager(
         "reshard.full",
         "A state saved under one split loads under another.",

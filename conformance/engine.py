@@ -147,10 +147,16 @@ class Bench:
         known(subject.expect, f"expect of subject {subject.name}")
         self.subject = subject
         # What a command line calls it, where that is not its own name.
-        self.called = called or place_of(subject) or subject.name
+        found = called or place_of(subject)
+        self.called = found or subject.name
         self.without = frozenset(without)
         self.lab = Lab(
-            subject, seed=seed, max_elements=max_elements, device=device, example=example
+            subject,
+            seed=seed,
+            max_elements=max_elements,
+            device=device,
+            example=example,
+            found=found,
         )
         self.cells: dict[str, Cell] = {}
 

@@ -22,6 +22,7 @@ from conformance.trace import Trace, Tracer
 from torchtitan_ckpt.device import Device, DeviceKind
 
 if TYPE_CHECKING:
+    from conformance.adapter_lab import AdapterLab
     from conformance.manager_lab import ManagerLab
 
 Direction = Literal["to_hf", "from_hf"]
@@ -60,8 +61,10 @@ class Lab:
         max_elements: int = MAX_ELEMENTS,
         device: Device | None = None,
         example: str = "",
+        found: str = "",
     ) -> None:
         self.subject = subject
+        self._found = found  # the word that finds the subject in another process
         self.example = example  # the one case that a search is to repeat
         self._resized: dict[tuple[tuple[str, int], ...], Lab] = {}
         self.seed = seed
@@ -180,6 +183,13 @@ class Lab:
         from conformance.manager_lab import ManagerLab
 
         return ManagerLab(self.subject, self.device)
+
+    @functools.cached_property
+    def ranks(self) -> AdapterLab:
+        """The subject's adapter on rank processes, for the checks about models that are split."""
+        from conformance.adapter_lab import AdapterLab
+
+        return AdapterLab(self, self._found)
 
     # -- traces ---------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class ManagerLab:
         assert subject.manager is not None
         self.manager: Any = subject.manager
         self.device = device or Device(DeviceKind.CPU)
-        self.pool = _pool_on(self.device.kind)
+        self.pool = pool_on(self.device.kind)
         self.cases = cases_of(subject, self.pool.size)
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-gate-")
         self._made = 0
@@ -134,7 +134,7 @@ class ManagerLab:
 
 
 @functools.cache
-def _pool_on(kind: DeviceKind) -> RankPool:
+def pool_on(kind: DeviceKind) -> RankPool:
     """The ranks of this process on a kind of device; on an accelerator each has one of its own."""
     if kind is DeviceKind.CPU:
         return shared_pool()

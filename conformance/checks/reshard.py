@@ -13,12 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.checks.reshard_adapter import convert, placements, shapes
 from conformance.degrees import Case
 from conformance.jobs import STATES, Job, small_table, truth
 from conformance.lab import Lab, NotApplicable
 from conformance.managed import Held, ManagerRaised, PlainAdapter, brief, differences, opened
 from conformance.manager_lab import ManagerLab, case_of, merged, takes
 from conformance.verdict import Finding
+
+__all__ = [
+    "convert",
+    "dataloader",
+    "full",
+    "hf",
+    "next_step",
+    "placements",
+    "replicas",
+    "shapes",
+]
 
 SAVED = 2  # steps of the job that saves
 _HF = ("last_save_in_hf", "initial_load_in_hf")

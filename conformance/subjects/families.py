@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,9 +76,8 @@ def of_config(
     from torchtitan_ckpt.adapter import MappingAdapter
     from torchtitan_ckpt.mapping import keys
 
-    def factory(hf_assets_path: str | None = None) -> Any:
-        return MappingAdapter(dict(config), hf_assets_path)
-
+    # No closure: rank processes are sent it.
+    factory = partial(MappingAdapter, dict(config))
     made = factory()
     mapping = made.mapping
     reference = titan_reference(made.family.name, config) or written(

@@ -24,6 +24,7 @@ from tests.specimens.drawn import SPECIMENS as DRAWN
 from tests.specimens.files import SPECIMENS as FILES
 from tests.specimens.forward import SPECIMENS as FORWARD
 from tests.specimens.managers import SPECIMENS as MANAGERS
+from tests.specimens.ranked import SPECIMENS as RANKED
 from tests.specimens.specimen import Specimen
 from tests.specimens.trainers import SPECIMENS as TRAINERS
 
@@ -32,7 +33,13 @@ SPECIMENS: tuple[Specimen, ...] = (*ADAPTERS, *DRAWN, *FILES, *FORWARD)
 HERE = tuple(c for c in CONTRACT if c.level <= 4)
 MANAGED = tuple(c for c in CONTRACT if c.needs == ("manager",))
 JOBS = tuple(c for c in CONTRACT if c.chapter == "job")
-KINDS = ((SPECIMENS, HERE), (MANAGERS, MANAGED), (TRAINERS, JOBS))
+ON_RANKS = tuple(c for c in CONTRACT if c.level == 5 and c.needs == ("adapter", "native"))
+KINDS = (
+    (SPECIMENS, HERE),
+    (MANAGERS, MANAGED),
+    (TRAINERS, JOBS),
+    (RANKED, (*HERE, *ON_RANKS)),
+)
 EVERY = tuple(specimen for specimens, _ in KINDS for specimen in specimens)
 
 

@@ -185,7 +185,7 @@ def test_a_third_party_puts_its_manager_through_the_gate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [1, 2], ids=["managers", "trainers"])
+@pytest.mark.parametrize("kind", [1, 2, 3], ids=["managers", "trainers", "ranked"])
 def test_removing_any_check_lets_a_specimen_live(kind: int) -> None:
     specimens, clauses = KINDS[kind]
     rows = {specimen.name: cells_of(specimen) for specimen in specimens}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.needs_titan
 
 UNKNOWN = {"keys.unknown-refused", "keys.lora-refused"}
 FOUND: dict[str, set[str]] = {
-    "titan:llama3/debugmodel": UNKNOWN,
+    "titan:llama3/debugmodel": {*UNKNOWN, "reshard.convert"},
     "titan:qwen3/debugmodel": {*UNKNOWN, "purity.input-unchanged"},
     "titan:qwen3/debugmodel_moe": {*UNKNOWN, "keys.half-group", "values.dtensor"},
     "titan:deepseek_v3/debugmodel": {"keys.half-group", "values.dtensor"},
@@ -43,7 +43,7 @@ def test_everything(name: str) -> None:
 
 
 def test_llama_in_full() -> None:
-    report = check("titan:llama3/debugmodel")
+    report = check("titan:llama3/debugmodel", level=4)
     assert failed(report) == UNKNOWN, report.text()
     assert report.cell("values.pinned-export").verdict == "pass"
     assert report.cell("values.pinned-import").verdict == "pass"
@@ -69,6 +69,28 @@ def test_replicated_experts_are_refused_by_name() -> None:
     (finding,) = report.findings
     assert finding.keys == ("layers.1.moe.routed_experts.inner_experts.w1_EFD",)
     assert "'Replicate' object has no attribute 'dim'" in finding.actual
+
+
+def test_heads_that_the_shards_do_not_divide_are_refused_by_llama() -> None:
+    report = check("titan:llama3/debugmodel", checks=["reshard.convert"], degrees=["fsdp3"])
+    (finding,) = report.findings
+    assert finding.keys == ("layers.0.attention.qkv_linear.wq.weight",)
+    assert (finding.what, finding.coordinate) == (
+        "to_hf raises where the model is split",
+        "fsdp3",
+    )
+    assert "Cannot unflatten unevenly sharded tensor" in finding.actual
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3/debugmodel", "qwen3/debugmodel_moe", "deepseek_v3"])
+def test_every_even_split_is_right(name: str) -> None:
+    """Experts that are written by the ranks that hold them, as torchtitan's are."""
+    even = ("fsdp2", "tp2", "fsdp2 x tp2", "fsdp2 x ep2")
+    report = check(
+        f"titan:{name}", checks=["reshard.[scp]*"], degrees=even, without=["values.dtensor"]
+    )
+    assert [c.verdict for c in report.cells] == ["pass"] * 3, report.text()
 
 
 @pytest.mark.slow

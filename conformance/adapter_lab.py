@@ -1,0 +1,107 @@
+"""Runs a subject's adapter on rank processes, for the checks about models that are split.
+
+Sends the adapter and what it gave on one rank to the ranks, and keeps what they tell of each split.
+What ranks do is `conformance/adapted.py`; no verdicts here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from conformance.adapted import NotFound, RaisedAlone, Told, Truth, Wrong, convert
+from conformance.degrees import Case
+from conformance.lab import Lab, NotApplicable
+from conformance.manager_lab import TIMEOUT, case_of, pool_on
+from conformance.ranks import RanksFailed
+from conformance.subject import Subject
+
+# More shards than KV heads, shards that divide nothing, both dimensions, strided shards, experts.
+DEGREES = ("fsdp2", "fsdp3", "fsdp4", "tp2", "hsdp2x2", "fsdp2 x tp2", "fsdp2 x ep2")
+
+
+class AdapterLab:
+    """One subject's adapter under every split; each split runs once, when first asked for.
+
+    `exported` and `imported` are the keys that one rank gives.
+    """
+
+    def __init__(self, lab: Lab, found: str) -> None:
+        self.pool = pool_on(lab.device.kind)
+        self.cases = _cases(lab.subject, self.pool.size)
+        if not self.cases:
+            raise NotApplicable(f"no split of the subject has 2 to {self.pool.size} ranks")
+        if _runs_again():
+            raise NotApplicable(
+                "rank processes would run the main script again: it has no "
+                'if __name__ == "__main__"'
+            )
+        self._kind = lab.device.kind.value
+        self._ticket = _ticket(lab.subject, found)
+        self._folder = tempfile.TemporaryDirectory(prefix="ckpt-gate-")
+        self._truth = str(Path(self._folder.name, "truth.pt"))
+        self._told: dict[str, list[Told]] = {}
+        truth = _truth_of(lab)
+        truth.write(self._truth)
+        self.exported, self.imported = truth.hf.keys(), truth.back.keys()
+
+    def told(self, case: Case) -> list[Told]:
+        """What each rank tells; one tells for all where the adapter ended the others."""
+        if case.name not in self._told:
+            self._told[case.name] = self._run(case)
+        return self._told[case.name]
+
+    def _run(self, case: Case) -> list[Told]:
+        arguments = (self._ticket, self._truth, case.degrees, self._kind)
+        try:
+            ranks = self.pool.run(convert, case.ranks, *arguments, timeout=TIMEOUT)
+        except RanksFailed as error:
+            first = error.first
+            if first.kind == "raised" and not isinstance(first.error, RaisedAlone):
+                raise
+            words = str(first.error or f"rank {first.rank} {first.kind}: {first.summary}")
+            return [Told(raised=(Wrong("to_hf", "", "what one rank gives", words),))]
+        lost = next((rank.why for rank in ranks if isinstance(rank, NotFound)), "")
+        if lost:
+            raise NotApplicable(_UNNAMED.format(f"imported by rank processes ({lost})"))
+        return [rank for rank in ranks if isinstance(rank, Told)]
+
+
+_UNNAMED = "the adapter cannot be {}: name it, or a Subject with it, at the top of a module"
+
+
+def _cases(subject: Subject, ranks: int) -> list[Case]:
+    """The subject's splits, else the usual ones that there are ranks for; stages have no say."""
+    usual = [one for one in map(case_of, DEGREES) if one.ranks <= ranks]
+    wanted = [case_of(one, ranks) for one in subject.degrees] or usual
+    flat = [Case(replace(case.degrees, pp=1)) for case in wanted]
+    return list({case.name: case for case in flat if case.ranks > 1}.values())
+
+
+def _runs_again() -> bool:
+    """Whether a new process, which imports the main script, would run what this one runs."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return bool(path and os.path.isfile(path) and b"__name__" not in Path(path).read_bytes())
+
+
+def _ticket(subject: Subject, found: str) -> bytes:
+    """What another process makes the adapter from: itself, or the word that finds its subject."""
+    bare = Subject(
+        subject.name, adapter=subject.adapter, to_hf=subject.to_hf, from_hf=subject.from_hf
+    )
+    try:
+        return pickle.dumps(bare)
+    except Exception as error:
+        if found:
+            return pickle.dumps(found)
+        raise NotApplicable(_UNNAMED.format(f"sent to rank processes ({error})")) from error
+
+
+def _truth_of(lab: Lab) -> Truth:
+    native, others = (lab.noise(lab.value_native, salt=salt) for salt in (7, 8))
+    files = lab.convert("to_hf", others)
+    return Truth(native, lab.convert("to_hf", native), files, lab.convert("from_hf", files))

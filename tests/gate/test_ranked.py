@@ -1,0 +1,162 @@
+"""Adapters on several ranks: the broken are caught, and what right ones do is not cried about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from conformance import Subject, check
+from conformance.adapter_lab import _runs_again
+from conformance.contract import BY_ID
+from conformance.engine import Bench, one_thread
+from conformance.subjects import families
+from conformance.subjects.configs import CONFIGS
+from tests.gate.detection import ON_RANKS, named
+from tests.specimens.ranked import SPECIMENS, Edited, subject
+from tests.specimens.specimen import Specimen
+
+CHECKS = [clause.id for clause in ON_RANKS]
+
+
+@pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda s: s.name)
+def test_the_named_check_catches_the_specimen_and_names_its_key(specimen: Specimen) -> None:
+    bench = Bench(specimen.subject())
+    with one_thread():
+        cell = bench.run(BY_ID[specimen.check])
+    assert cell.verdict == "fail", f"{cell.verdict}: {cell.reason}"
+    assert named(specimen, cell), [f.keys for f in cell.findings]
+    for finding in cell.findings:
+        assert "--degrees" in finding.again
+        for part in ("what", "keys", "expected", "actual", "cause", "remedy", "coordinate"):
+            assert getattr(finding, part), (part, finding)
+
+
+def test_each_check_has_a_specimen() -> None:
+    assert {s.check for s in SPECIMENS} == set(CHECKS)
+
+
+class ComesBackWhole(Edited):
+    """From each shard the whole, on every rank: memory, and nothing wrong."""
+
+    def imported(self, value: DTensor) -> Any:
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+
+
+class ComesBackPlain(Edited):
+    def exported(self, value: DTensor) -> Any:
+        return value.full_tensor()
+
+
+class WritesItsOwnExperts(Edited):
+    """As torchtitan's: a rank's dict has the experts that it holds, as plain tensors."""
+
+    config_of = CONFIGS["qwen3_moe"]
+    pattern = "inner_experts"
+    lay: dict[str, DTensor] = {}  # noqa: RUF012
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.lay = {k: v for k, v in state_dict.items() if self.meant(k, v)}
+        if not self.lay:
+            return super().to_hf(state_dict)
+        out = super().to_hf({k: v for k, v in state_dict.items() if k not in self.lay})
+        whole = self.mapping.to_hf({k: v.full_tensor() for k, v in self.lay.items()})
+        return out | {k: v for k, v in whole.items() if int(k.split(".")[5]) in self.mine()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not self.lay:
+            return super().from_hf(hf_state_dict)
+        other = {k: v for k, v in hf_state_dict.items() if ".mlp.experts." not in k}
+        names = {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
+        back = super().from_hf(other)
+        for key, native in self.lay.items():
+            prefix = f"model.{key.partition('.moe.')[0]}.mlp.experts"
+            kind = next(hf for hf, name in names.items() if key.endswith(name))
+            part = [hf_state_dict[f"{prefix}.{n}.{kind}_proj.weight"] for n in self.mine()]
+            placed = native.device_mesh, native.placements
+            back[key] = DTensor.from_local(torch.stack(part), *placed)
+        return back
+
+    def mine(self) -> range:
+        mesh = next(iter(self.lay.values())).device_mesh
+        each = 12 // mesh.size()
+        return range(each * mesh.get_local_rank(), each * (mesh.get_local_rank() + 1))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "degrees", "placed"),
+    [
+        (ComesBackWhole, "fsdp2 x tp2", "pass"),
+        (ComesBackPlain, "fsdp4", "n/a"),
+        (WritesItsOwnExperts, "fsdp2", "pass"),
+    ],
+    ids=["whole", "plain", "own-experts"],
+)
+def test_what_right_adapters_do_on_ranks_passes(
+    adapter: type[Edited], degrees: str, placed: str
+) -> None:
+    report = check(subject("habit", adapter, degrees), checks=CHECKS)
+    assert report.ok, report.text()
+    assert [c.verdict for c in report.cells] == ["pass", "pass", placed]
+    assert ("whole that the model shards" in report.text()) is (adapter is ComesBackWhole)
+
+
+def test_our_own_adapter_converts_under_every_split() -> None:
+    report = check("llama3", checks=CHECKS)
+    assert [c.verdict for c in report.cells] == ["pass"] * 3, report.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_converts_under_every_split(name: str) -> None:
+    report = check(name, checks=CHECKS)
+    assert [c.verdict for c in report.cells] == ["pass"] * 3, report.text()
+
+
+def _made(adapter: Callable[..., Any], **more: Any) -> Subject:
+    made = families.of_config("mine", CONFIGS["llama3"])
+    return Subject("mine", adapter=adapter, native=made.native, **more)
+
+
+def test_what_ranks_cannot_import_is_not_applicable_with_the_way_out() -> None:
+    report = check(_made(lambda: Edited()), checks=CHECKS)
+    assert {c.verdict for c in report.cells} == {"n/a"}
+    assert "at the top of a module" in report.cells[0].reason
+
+
+def test_splits_of_pipelines_only_are_no_splits_of_tensors() -> None:
+    report = check(_made(Edited, degrees=("pp2",)), checks=CHECKS)
+    assert {c.reason for c in report.cells} == {"no split of the subject has 2 to 8 ranks"}
+
+
+def test_a_script_without_a_guard_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("check(mine)\n")
+    monkeypatch.setattr("sys.modules", {"__main__": type("main", (), {"__file__": str(script)})})
+    assert _runs_again()
+    script.write_text('if __name__ == "__main__":\n    check(mine)\n')
+    assert not _runs_again()
+
+
+class RaisesOnOneRank(Edited):
+    """One rank raises, the others wait for it in a collective."""
+
+    pattern = "lm_head"
+
+    def given(self, value: DTensor) -> Any:
+        if value.device_mesh.get_local_rank() == 1:
+            raise ValueError("this rank holds the rest")
+        return value.full_tensor()
+
+
+@pytest.mark.slow
+def test_one_that_raises_alone_does_not_hang_the_gate() -> None:
+    report = check(subject("alone", RaisesOnOneRank, "fsdp2"), checks=["reshard.convert"])
+    (finding,) = report.findings
+    assert "this rank holds the rest" in finding.actual
+    assert finding.actual.endswith("on rank 1 and not on all")
