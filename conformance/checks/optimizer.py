@@ -1,8 +1,8 @@
 """Chapter `optimizer`: every state that optimizers have saves, and comes back as it was.
 
-On one rank: a job trains, saves and goes on; another of the same kind loads, and must hold the same
-and go on in the same way, bit for bit. What differs between the clauses is the optimizer, and what
-is done to both jobs on the way.
+On one rank: a job trains, saves and goes on; another of the same kind loads. Both must hold what a
+third job holds that no manager ever touched, and go on in the same way, bit for bit. What differs
+between the clauses is the optimizer, and what is done to the jobs on the way.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def frozen(lab: Lab) -> Iterator[Finding]:
 
 
 def swapped(lab: Lab) -> Iterator[Finding]:
-    """Moments in host memory, which the optimizer tells of (`CheckpointableState`)."""
+    """Moments in host memory, which the optimizer tells of (`CheckpointableState`).
+
+    The truth is torch's AdamW, whose moments are never moved.
+    """
     yield from _back(lab, "swapped", "moments that were swapped out do not come back")
 
 

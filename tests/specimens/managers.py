@@ -86,6 +86,7 @@ optimizer.older-file    MissingMomentWithoutAName      exp_avg                 O
 optimizer.no-gradient   StateForEveryParameter         layers.11.attention.wo  OPT-10
 optimizer.frozen        FrozenIsForgotten              layers.11.attention.wo  OPT-02
 optimizer.swapped       HostMemoryForgotten            exp_avg                 OPT-05
+optimizer.swapped       PlaceholdersOverMoments        exp_avg                 OPT-05
 optimizer.emptied       EmptiedIsZeros                 exp_avg                 OPT-05
 """
 # What others see too.

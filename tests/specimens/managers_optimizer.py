@@ -128,6 +128,18 @@ class HostMemoryForgotten(Edited):
                     value.zero_()
 
 
+class PlaceholdersOverMoments(Edited):
+    """The save copies the emptied placeholders out once more, and what it saves is what it made."""
+
+    def save(self, step: int, last_step: bool = False) -> Any:
+        for _, parameter, optimizer in self.parameters():
+            if hasattr(optimizer, "checkpointable"):
+                optimizer.finish()
+                for value in optimizer.host.get(parameter, {}).values():
+                    value.zero_()
+        return self.inner.save(step, last_step)
+
+
 class EmptiedIsZeros(Edited):
     """Storage that was emptied is made again for the save, and holds nothing."""
 
