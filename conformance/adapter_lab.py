@@ -15,7 +15,8 @@ from pathlib import Path
 
 from conformance.adapted import NotFound, RaisedAlone, Told, Truth, Wrong, convert
 from conformance.degrees import Case
-from conformance.lab import Lab, NotApplicable
+from conformance.fingerprint import State
+from conformance.lab import Direction, Lab, NotApplicable
 from conformance.manager_lab import TIMEOUT, case_of, pool_on
 from conformance.ranks import RanksFailed
 from conformance.subject import Subject
@@ -32,9 +33,11 @@ class AdapterLab:
 
     def __init__(self, lab: Lab, found: str) -> None:
         self.pool = pool_on(lab.device.kind)
+        if self.pool.size < 2:
+            raise NotApplicable("a split wants a device for each rank, and there is one")
         self.cases = _cases(lab.subject, self.pool.size)
         if not self.cases:
-            raise NotApplicable(f"no split of the subject has 2 to {self.pool.size} ranks")
+            raise NotApplicable("the subject's degrees split no tensors")
         if _runs_again():
             raise NotApplicable(
                 "rank processes would run the main script again: it has no "
@@ -84,7 +87,10 @@ def _cases(subject: Subject, ranks: int) -> list[Case]:
 
 def _runs_again() -> bool:
     """Whether a new process, which imports the main script, would run what this one runs."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
+    main = sys.modules["__main__"]
+    if str(getattr(getattr(main, "__spec__", None), "name", "")).endswith("__main__"):
+        return False  # `python -m package`, which multiprocessing leaves alone
+    path = getattr(main, "__file__", None)
     return bool(path and os.path.isfile(path) and b"__name__" not in Path(path).read_bytes())
 
 
@@ -102,6 +108,9 @@ def _ticket(subject: Subject, found: str) -> bytes:
 
 
 def _truth_of(lab: Lab) -> Truth:
+    def converted(direction: Direction, state: State) -> State:
+        return {key: value.cpu() for key, value in lab.convert(direction, state).items()}
+
     native, others = (lab.noise(lab.value_native, salt=salt) for salt in (7, 8))
-    files = lab.convert("to_hf", others)
-    return Truth(native, lab.convert("to_hf", native), files, lab.convert("from_hf", files))
+    files = converted("to_hf", others)
+    return Truth(native, converted("to_hf", native), files, converted("from_hf", files))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -105,7 +108,7 @@ def test_what_right_adapters_do_on_ranks_passes(
 
 
 def test_our_own_adapter_converts_under_every_split() -> None:
-    report = check("llama3", checks=CHECKS)
+    report = check("qwen3_moe", checks=CHECKS)
     assert [c.verdict for c in report.cells] == ["pass"] * 3, report.text()
 
 
@@ -127,9 +130,20 @@ def test_what_ranks_cannot_import_is_not_applicable_with_the_way_out() -> None:
     assert "at the top of a module" in report.cells[0].reason
 
 
+def test_a_module_that_only_this_process_has_is_told_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = ModuleType("only_here")
+    here.Mine = type("Mine", (Edited,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", here)
+    report = check(_made(here.Mine, degrees=("fsdp2",)), checks=["reshard.convert"])
+    assert report.cells[0].verdict == "n/a"
+    assert "No module named 'only_here'" in report.cells[0].reason
+
+
 def test_splits_of_pipelines_only_are_no_splits_of_tensors() -> None:
     report = check(_made(Edited, degrees=("pp2",)), checks=CHECKS)
-    assert {c.reason for c in report.cells} == {"no split of the subject has 2 to 8 ranks"}
+    assert {c.reason for c in report.cells} == {"the subject's degrees split no tensors"}
 
 
 def test_a_script_without_a_guard_is_not_run_again(
@@ -140,6 +154,11 @@ def test_a_script_without_a_guard_is_not_run_again(
     monkeypatch.setattr("sys.modules", {"__main__": type("main", (), {"__file__": str(script)})})
     assert _runs_again()
     script.write_text('if __name__ == "__main__":\n    check(mine)\n')
+    assert not _runs_again()
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__spec__", ModuleSpec("pkg.__main__", None), raising=False
+    )
+    script.write_text("check(mine)\n")
     assert not _runs_again()
 
 
