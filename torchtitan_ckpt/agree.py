@@ -1,9 +1,9 @@
-"""Before a save: do all ranks mean the same by every key?
+"""Before a save: do all ranks mean the same, by every key and by the call itself?
 
 DCP and safetensors keep one copy of what several ranks hold. A plain tensor that differs from rank
 to rank, or a key that ranks describe differently, would be lost without a word. `agree` finds both
-by comparing digests, and exchanges details only where these differ. It changes and writes nothing;
-failing together is `collective`'s business.
+by comparing digests, and exchanges details only where these differ; `same` compares a few named
+values. Both change and write nothing; failing together is `collective`'s business.
 """
 
 from __future__ import annotations
@@ -58,6 +58,26 @@ def agree(flat: Mapping[str, Any], ranks: Ranks | None = None) -> None:
     if problems:
         raise RankError(*problems)
     problems = _value_problems(flat, holders, ranks)
+    if problems:
+        raise RankError(*problems)
+
+
+def same(ranks: Ranks, values: Mapping[str, Any], *, code: str, fix: str) -> None:
+    """Raise `RankError` on every rank unless all ranks give equal values under every name."""
+    views = ranks.gather(dict(values))
+    problems = []
+    for name, first in views[0].items():
+        other = next((r for r, view in enumerate(views) if view.get(name) != first), None)
+        if other is not None:
+            problems.append(
+                Problem(
+                    code=code,
+                    what=f"ranks disagree about {name}",
+                    expected=f"{first!r} on rank 0",
+                    actual=f"{views[other].get(name)!r} on rank {other}",
+                    fix=fix,
+                )
+            )
     if problems:
         raise RankError(*problems)
 

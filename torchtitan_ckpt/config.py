@@ -135,11 +135,13 @@ def validate(
     hf_assets_path: str | None = None,
     ranks: int = 1,
     adapter: bool = True,
+    others: Sequence[Problem] = (),
 ) -> None:
     """Raise one ConfigError with everything that is wrong with `config`, or return.
 
     `states` are the names of the non-model states that the job registered, `ranks` how many
-    processes it has, `adapter` whether it has a state-dict adapter.
+    processes it has, `adapter` whether it has a state-dict adapter, `others` what the caller has
+    found wrong besides.
     """
     if not config.enable:
         return
@@ -149,6 +151,7 @@ def validate(
         *_combinations(config),
         *_remote(config, dump_folder, hf_assets_path),
         *_surroundings(config, ranks, adapter),
+        *others,
     ]
     if problems:
         raise ConfigError(*problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-from torchtitan_ckpt.errors import CheckpointError, DeviceError, Problem
+from torchtitan_ckpt.errors import CheckpointError, DeviceError, Problem, RankError
 
 AUTOLOAD_ENV = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -87,6 +87,27 @@ def own_error(error: Exception) -> Exception:
     ours = DeviceError(problem)
     ours.__cause__ = error
     return ours
+
+
+def lost_rank(error: BaseException, where: str = "") -> CheckpointError:
+    """What a collective raised because a rank has gone: a RankError, or the DeviceError behind it.
+
+    gloo's text begins with the place in its own sources, which helps nobody here.
+    """
+    problem = explain_runtime_error(error)
+    if problem is not None:
+        return DeviceError(problem)
+    text = re.sub(r"^\[\S+\.(cc|cpp|h):\d+\] ", "", _first_line(str(error)))
+    return RankError(
+        Problem(
+            code="ranks.lost",
+            what="Another rank has gone, or does not answer.",
+            where=where,
+            actual=text.partition(" This is typically caused")[0],
+            cause="its process ended or was killed, or the network between the nodes fails",
+            fix="look for the first error in the logs of the other ranks",
+        )
+    )
 
 
 _CODE = re.compile(r"error code is (\d{3,6})|\bERR\d{5}\b")

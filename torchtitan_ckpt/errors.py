@@ -106,8 +106,11 @@ class RankError(CheckpointError):
     exit_code = 3
 
 
-# What moves the cursor, colours, hides or turns round what a terminal shows.
-_MOVES = "\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069"
+# What moves the cursor, colours, hides or turns round what a terminal shows; and lone surrogates
+# (names of files that are not UTF-8), which no stream takes.
+_MOVES = (
+    "\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+)
 _UNPRINTABLE = re.compile(f"[\n{_MOVES}]")
 _UNPRINTABLE_IN_LINES = re.compile(f"[{_MOVES}]")
 

@@ -12,15 +12,17 @@ import contextlib
 import ctypes
 import errno
 import logging
+import operator
 import os
 import re
 import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsIndex, cast
 
 from torchtitan_ckpt import owner
-from torchtitan_ckpt.errors import Problem, SaveError
+from torchtitan_ckpt.errors import ConfigError, Problem, SaveError
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,22 @@ def step_number(name: str) -> int | None:
     """N of `step-N`; None for a name that only resembles it (`step-010`, `step-1.tmp`)."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def whole(step: object) -> int:
+    """A caller's step as an int: `step-10.0` would be a name that no reader knows."""
+    try:
+        return operator.index(cast(SupportsIndex, step))
+    except TypeError:
+        raise ConfigError(
+            Problem(
+                code="config.step",
+                what="A step is a whole number.",
+                expected="an int",
+                actual=f"{step!r} ({type(step).__name__})",
+                fix="int(step)",
+            )
+        ) from None
 
 
 def list_steps(folder: Path) -> dict[int, Path]:

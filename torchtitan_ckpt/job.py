@@ -7,7 +7,7 @@ How each part is flattened is the affair of `state`; files are that of `formats`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,7 @@ from torchtitan_ckpt.config import (
     TRAIN_STATE,
     TRAINING_STATES,
 )
+from torchtitan_ckpt.errors import Problem
 from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state import model as models
 from torchtitan_ckpt.state import rng
@@ -61,6 +62,8 @@ class JobState:
         self.optimizers = optimizers
         self.lr_schedulers = lr_schedulers
         self.objects: dict[str, Any] = {}
+        self._registered = tuple(states)
+        self._own_loader = dataloader is not None
         if dataloader is not None:
             self.objects[DATALOADER] = dataloader
         self.objects.update(states)
@@ -73,6 +76,36 @@ class JobState:
             )
             if there
         )
+
+    def state_problems(self, model: Iterable[str]) -> list[Problem]:
+        """What a save would find out late: states without methods, and names that cannot be told
+        apart on disk.
+
+        A checkpoint is one flat dict: whose a key is is told by what comes before its first dot.
+        `model` are the model's own keys.
+        """
+        taken = {MODEL, OPTIMIZER, LR_SCHEDULER} | ({DATALOADER} if self._own_loader else set())
+        heads = {key.partition(".")[0] for key in model} & {*self.names, *TRAINING_STATES}
+        problems = []
+        for name in self._registered:
+            why = "is taken" if name in taken else "has a dot or is empty"
+            if name in taken or not name or "." in name:
+                problems.append(_name_problem(f"a state cannot be called {name!r}: it {why}"))
+        problems += [
+            Problem(
+                code="config.state-methods",
+                what=f"the state {name!r} ({type(value).__name__}) can be neither saved nor loaded",
+                expected="an object with state_dict and load_state_dict, or a dict",
+                fix="give it the two methods",
+            )
+            for name, value in self.objects.items()
+            if not (isinstance(value, MutableMapping) or _has_methods(value))
+        ]
+        problems += [
+            _name_problem(f"the model has {name!r} at its top, as a state of the job is called")
+            for name in sorted(heads)
+        ]
+        return problems
 
     def state_of(self, key: str) -> str:
         """The name of the state that a key of a checkpoint belongs to."""
@@ -122,10 +155,10 @@ class JobState:
         """Find everything in `flat` that the named states refuse, and change nothing.
 
         What it returns is to be called in order: each gives one state its values and returns notes.
-        The data loader comes first, for it is other people's code and may still refuse. `keep`
-        names hyperparameters of the optimizer that stay as they are.
+        The caller's objects come first, for they are other people's code and may still refuse.
+        `keep` names hyperparameters of the optimizer that stay as they are.
         """
-        ordered = sorted(names, key=lambda name: name != DATALOADER)
+        ordered = sorted(names, key=lambda name: name not in self.objects)
         return [self._prepare(name, flat, keep) for name in ordered]
 
     def _prepare(
@@ -202,6 +235,21 @@ class JobState:
         if name == DATALOADER:
             return dataloader_state_dict(self.objects[name])
         return object_state_dict(self.objects[name])
+
+
+def _has_methods(value: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def _name_problem(what: str) -> Problem:
+    return Problem(
+        code="config.state-name",
+        what=what,
+        expected="names without a dot, each used once, that are no module at the model's top",
+        cause="keys on disk begin with the name of their state; those of the model have no prefix",
+        fix="register the state, or name the module, otherwise",
+    )
 
 
 def _under(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchtitan_ckpt import (
 )
 from torchtitan_ckpt import folder as folders
 from torchtitan_ckpt.adapter import StateDictAdapter
+from torchtitan_ckpt.agree import same
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import CheckpointConfig, is_remote
 from torchtitan_ckpt.decision import LoadDecision, StepKind
@@ -85,15 +86,21 @@ class CheckpointManager:
         self._adapter = sd_adapter
         self._hf_assets_path = hf_assets_path or getattr(sd_adapter, "hf_assets_path", None)
         self._ranks = Ranks.current(process_group)
-        options.validate(
-            config,
-            states=self._job.names,
-            dump_folder=base_folder,
-            hf_assets_path=self._hf_assets_path,
-            ranks=self._ranks.size,
-            adapter=sd_adapter is not None,
-        )
-        tensor = next(iter(self._job.model_state().values()), None)
+        with self._ranks.together("checking the options"):
+            model = self._job.model_state()
+            options.validate(
+                config,
+                states=self._job.names,
+                dump_folder=base_folder,
+                hf_assets_path=self._hf_assets_path,
+                ranks=self._ranks.size,
+                adapter=sd_adapter is not None,
+                others=self._job.state_problems(model),
+            )
+        # Ranks with other options would wait for each other in other places, hours from here.
+        wanted = {f"checkpoint.{name}": value for name, value in asdict(config).items()}
+        same(self._ranks, wanted, code="ranks.options", fix="give all ranks the same options")
+        tensor = next(iter(model.values()), None)
         self._device = device.of("cpu" if tensor is None else tensor)
         self.folder = _join(base_folder, config.folder)
         self._in_use: set[int] = set()
@@ -119,11 +126,16 @@ class CheckpointManager:
         """
         if not self.enable:
             return False
+        step = folders.whole(step)
         if self._replica is not None and self._replica.enabled and not self.config.load_only:
             self._replica.save(step, self._ranks)
         if not self._should_save(step, last_step):
             return False
+        if self._closed:
+            raise saving.closed(step)
         self.maybe_wait_for_saving()
+        said = {"the step to save": step, "whether it is the last": bool(last_step)}
+        same(self._ranks, said, code="ranks.step", fix="call save alike on every rank")
         start = time.monotonic()
         if self.config.create_seed_checkpoint:
             self._save_model(step, dtype=None)
@@ -271,6 +283,7 @@ class CheckpointManager:
         if not self.enable:
             return False
         self.maybe_wait_for_saving()
+        step = folders.whole(step)
         decision = self.decide(None if step == -1 else step)
         self._say(decision)
         if not decision.loads:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import posixpath
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -80,6 +81,7 @@ def claim(folder: Path) -> None:
     """Make the output folder this process's: say so when another job saves there, bring back what
     a dead one was replacing, sign. Raises SaveError where nothing can be written."""
     with os_errors_as_save_error(str(folder), folder):
+        _no_lost_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
         _no_files_for_steps(folder)
         other = owner.read(folder)
@@ -94,6 +96,21 @@ def claim(folder: Path) -> None:
         else:
             _recover(folder)
         owner.write(folder)
+
+
+def _no_lost_link(folder: Path) -> None:
+    """A link whose end is away is often a file system that is not mounted: nothing to remove."""
+    if folder.is_symlink() and not folder.exists():
+        raise SaveError(
+            Problem(
+                code="save.lost-link",
+                what="The output folder is a link to a place that is not there.",
+                where=str(folder),
+                actual=f"a link to {os.readlink(folder)}",
+                cause="a file system that is not mounted, or a folder that was moved",
+                fix="mount it, make the folder that the link names, or use another dump_folder",
+            )
+        )
 
 
 def _no_files_for_steps(folder: Path) -> None:
@@ -169,6 +186,17 @@ def write_dcp(
             )
 
     return write_step(ranks, folder, step, write, sync=config.sync_files)
+
+
+def closed(step: int) -> SaveError:
+    """A save after `close`: nobody would wait for it, sign the folder or remove older steps."""
+    return SaveError(
+        Problem(
+            code="save.closed",
+            what=f"step {step} was to be saved by a manager that is closed",
+            fix="call close() after the last save, or make a new manager",
+        )
+    )
 
 
 @contextlib.contextmanager

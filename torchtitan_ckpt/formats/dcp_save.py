@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan_ckpt.device_failures import lost_rank
 from torchtitan_ckpt.errors import CheckpointError, Problem, SaveError
 from torchtitan_ckpt.formats.dcp_checksums import CHECKSUMS, FileDigest, Hasher, digest_of, to_text
 from torchtitan_ckpt.formats.dcp_items import ItemWriter
@@ -78,10 +79,17 @@ def save(
                 no_dist=not distributed,
             )
     except CheckpointException as failure:
+        mine = failure.failures.get(dist.get_rank(process_group) if distributed else 0)
+        if mine is not None and not isinstance(mine[0], Exception):
+            raise mine[0] from None  # Ctrl-C is no failure that a job may go on after
         rank, cause = _first_cause(failure)
         raise _save_error(cause, str(path), rank, len(failure.failures)) from cause
     except CheckpointError:
         raise
+    except RuntimeError as error:
+        if distributed:  # what a rank did alone would have come in a CheckpointException
+            raise lost_rank(error, str(path)) from error
+        raise _save_error(error, str(path), None, 1) from error
     except Exception as error:
         raise _save_error(error, str(path), None, 1) from error
 
@@ -105,6 +113,12 @@ class _Writer(FileSystemWriter):
                     self.fs.rm_file(stale)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return self._write_items(plan, planner)
+        except BaseException as error:
+            raise _beneath(error) from None
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         if not plan.items:
             future.set_result([])
@@ -233,6 +247,14 @@ class _Digested(WriteResult):
 # Failures
 
 
+def _beneath(error: BaseException) -> BaseException:
+    """What stopped torch.save, which closes its archive then and complains of that instead."""
+    below: BaseException | None = error
+    while isinstance(below, RuntimeError):
+        below = below.__context__
+    return below or error
+
+
 def _first_cause(failure: CheckpointException) -> tuple[int, BaseException]:
     """The failure of the lowest rank, an error of the operating system before all others."""
     causes = sorted((rank, wrapped[0]) for rank, wrapped in failure.failures.items())
@@ -258,6 +280,8 @@ def _save_error(cause: BaseException, path: str, rank: int | None, ranks: int) -
     if isinstance(cause, SaveError):
         return cause
     words, fix = "", ""
+    if not isinstance(cause, Exception):
+        words, fix = "its process was interrupted", "save again"
     if isinstance(cause, OSError):
         words, fix = _REMEDIES.get(cause.errno or 0, ("", ""))
     name = getattr(cause, "filename", None)

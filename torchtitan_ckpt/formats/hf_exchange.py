@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_ckpt.collective import Ranks
-from torchtitan_ckpt.errors import Problem, RankError
+from torchtitan_ckpt.device_failures import lost_rank
 from torchtitan_ckpt.formats.hf_boxes import Box, Ints, local_boxes, local_tensor, split_box
 from torchtitan_ckpt.formats.hf_file import FileWriter, dense_bytes
 from torchtitan_ckpt.formats.hf_plan import Segment
@@ -117,7 +117,7 @@ class Exchange:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise RankError(_lost(str(error))) from error
+            raise lost_rank(error) from error
 
     def _any_failed(self) -> bool:
         if self._ranks.group is None:
@@ -126,7 +126,7 @@ class Exchange:
         try:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._ranks.group)
         except RuntimeError as error:
-            raise RankError(_lost(str(error))) from error
+            raise lost_rank(error) from error
         return bool(flag.item())
 
     def _write(self, mine: Sequence[Segment], received: Mapping[int, torch.Tensor]) -> None:
@@ -166,14 +166,4 @@ def _within(box: Box, offsets: Ints, sizes: Ints) -> bool:
     return all(
         b <= o and o + n <= b + m
         for o, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
-    )
-
-
-def _lost(text: str) -> Problem:
-    return Problem(
-        code="ranks.lost",
-        what="the connection to another rank was lost while saving",
-        actual=text.splitlines()[0][:200] if text else "",
-        cause="another rank died or hung; its own message says why",
-        fix="look at the first failing rank's log; nothing was put in place",
     )

@@ -145,7 +145,7 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
                 end = i + 1 + data[i]
                 if end > len(data):
                     raise _Cut
-                push(data[i + 1 : end].decode())
+                push(data[i + 1 : end].decode("utf-8", "surrogatepass"))
                 i = end
             elif op == 0x71:  # BINPUT
                 _put(memo, data[i], stack[-1], start)
@@ -286,7 +286,8 @@ def _run(data: bytes, table: Table, charge: Charge, where: str) -> Any:
 def _text(data: bytes, start: int, end: int) -> str:
     if end > len(data):
         raise _Cut
-    return data[start:end].decode()
+    # As Python's own unpickler: names of files that are not UTF-8 are text with lone surrogates.
+    return data[start:end].decode("utf-8", "surrogatepass")
 
 
 def _line(data: bytes, start: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError
 from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state.leaves import UNREAD, Unread, why_not_storable
+from torchtitan_ckpt.state.theirs import give, state_of
 
 WORLD_SIZE = "world_size"
 REPLICA = "replica_id"
@@ -38,7 +39,7 @@ def dataloader_state_dict(
 
     `dp_rank` and `degree` are used where the loader does not name its entry itself.
     """
-    state = dict(loader.state_dict())
+    state = state_of(loader)
     if not state:
         return {}
     flat = state if _is_named(state) else {f"dp_rank_{dp_rank}": state, WORLD_SIZE: degree}
@@ -105,7 +106,7 @@ def prepare_dataloader_load(
     if not values:
         beginning = "the checkpoint has no state of the data loader: data starts from the beginning"
         return lambda: [beginning]
-    now = dict(loader.state_dict())
+    now = state_of(loader)
     named = _is_named(now)
     size = int(now[WORLD_SIZE]) if named and WORLD_SIZE in now else degree
     rank = _own_rank(loader, dp_rank)
@@ -138,10 +139,7 @@ def prepare_dataloader_load(
 
 
 def _give(loader: Any, entry: Any) -> list[str]:
-    try:
-        loader.load_state_dict(entry)
-    except Exception as error:
-        raise _mismatch("dataloader.refused", f"{type(error).__name__}: {error}") from error
+    give(loader, entry, "dataloader.refused")
     return []
 
 
@@ -154,7 +152,7 @@ def _reshard(
 
 def _own_rank(loader: Any, dp_rank: int) -> int:
     """The rank in the loader's own entry, where it names one."""
-    found = [int(m[1]) for key in loader.state_dict() if (m := _RANK.fullmatch(str(key)))]
+    found = [int(m[1]) for key in state_of(loader) if (m := _RANK.fullmatch(str(key)))]
     return found[0] if len(found) == 1 else dp_rank
 
 

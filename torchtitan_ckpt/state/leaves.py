@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ckpt.errors import Problem, SaveError, list_keys
 from torchtitan_ckpt.state.tensors import is_plain_kind
 
 # A structure as plain containers: ("none",), ("leaf", name), ("dict", [[key, node], ...]),
@@ -42,10 +43,18 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (list, tuple, set, frozenset)
 _CONTAINERS: Mapping[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
+_TOO_DEEP = "it is nested too deeply, or holds itself"
 
 
 def why_not_storable(value: Any) -> str | None:
     """The reason why `value` cannot lie in a checkpoint, or None."""
+    try:
+        return _why_not(value)
+    except RecursionError:
+        return _TOO_DEEP
+
+
+def _why_not(value: Any) -> str | None:
     if type(value) in _ATOMS:
         return None
     if isinstance(value, Tensor):
@@ -71,7 +80,7 @@ def why_not_storable(value: Any) -> str | None:
 def _inside(value: Any) -> str | None:
     if isinstance(value, DTensor):
         return "a DTensor inside a list, tuple or dict that is stored as one object"
-    return why_not_storable(value)
+    return _why_not(value)
 
 
 def holds_tensor(value: Any) -> bool:
@@ -92,7 +101,11 @@ def flatten(tree: Mapping[Any, Any], *, dicts: bool = True) -> tuple[dict[str, A
     """
     flat: dict[str, Any] = {}
     taken: set[str] = set()
-    children = [[key, _flatten(v, str(key), flat, taken, dicts)] for key, v in tree.items()]
+    try:
+        children = [[key, _flatten(v, str(key), flat, taken, dicts)] for key, v in tree.items()]
+    except RecursionError:
+        what = f"a state cannot be saved: one of {list_keys(str(key) for key in tree)}"
+        raise SaveError(Problem(code="state.unstorable", what=what, cause=_TOO_DEEP)) from None
     return flat, ("dict", children)
 
 

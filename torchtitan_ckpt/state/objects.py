@@ -30,6 +30,7 @@ from torchtitan_ckpt.state.leaves import (
     why_not_storable,
 )
 from torchtitan_ckpt.state.tensors import empty_like
+from torchtitan_ckpt.state.theirs import give, state_of
 
 LAYOUT = "@layout"
 WORLD_SIZE = "world_size"
@@ -155,17 +156,7 @@ def _give(obj: Any, state: dict[Any, Any], notes: list[str]) -> list[str]:
         obj.clear()
         obj.update(state)
         return notes
-    try:
-        obj.load_state_dict(state)
-    except Exception as error:
-        raise MismatchError(
-            Problem(
-                code="state.refused",
-                what=f"{type(obj).__name__} refused its state",
-                actual=f"{type(error).__name__}: {error}",
-                cause="its load_state_dict raised",
-            )
-        ) from error
+    give(obj, state)
     return notes
 
 
@@ -194,7 +185,7 @@ def _own_part(obj: Any, values: Mapping[str, Any], rank: int, size: int) -> dict
 def _state_of(obj: Any) -> dict[Any, Any]:
     if isinstance(obj, Mapping) and not hasattr(obj, "state_dict"):
         return dict(obj)
-    return dict(obj.state_dict())
+    return state_of(obj)
 
 
 def _is_rank_local(obj: Any) -> bool:
