@@ -72,11 +72,13 @@ def test_words_that_are_none(text: str) -> None:
         ParallelDegrees.parse(text)
 
 
+@settings(deadline=None)
 @given(valid())
 def test_labels_read_back(degrees: ParallelDegrees) -> None:
     assert ParallelDegrees.parse(degrees.label) == degrees
 
 
+@settings(deadline=None)
 @given(valid())
 def test_the_two_meshes_cover_the_same_ranks(degrees: ParallelDegrees) -> None:
     degrees.resolve(degrees.world_size)
