@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torchtitan_ckpt.errors import (
     MismatchError,
     NotFoundError,
 )
-from torchtitan_ckpt.train import registry
+from torchtitan_ckpt.train import registry, trainer
 from torchtitan_ckpt.train.build import build_parts, make_lr_scheduler, make_optimizer
 from torchtitan_ckpt.train.config import (
     JobConfig,
@@ -292,3 +293,18 @@ def test_the_learning_rate_rises_then_falls() -> None:
     assert rates[:3] == [1 / 3, 2 / 3, 1.0]
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[6:] == [0.2] * 3
+
+
+def test_cuda_is_told_to_repeat_its_sums_unless_somebody_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    try:
+        for before, after in (("", ":4096:8"), (":16:8", ":16:8")):
+            monkeypatch.setenv(name, before)
+            if not before:
+                monkeypatch.delenv(name)
+            trainer._repeatable(torch.device("cuda"))
+            assert os.environ[name] == after
+    finally:
+        torch.use_deterministic_algorithms(False)

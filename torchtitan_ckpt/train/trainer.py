@@ -168,6 +168,9 @@ class Trainer:
 def _repeatable(device: torch.device) -> None:
     """Let the same step give the same bits every time."""
     torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
+    if device.type == "cuda":
+        # cuBLAS repeats its sums only with a workspace of its own; it asks when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # Sums over threads depend on how many there are, and models this small gain nothing.
         torch.set_num_threads(1)
