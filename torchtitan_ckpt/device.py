@@ -136,7 +136,8 @@ class Device:
     @property
     def shared(self) -> bool:
         """Whether ranks may share a device. NCCL and HCCL want one for each, gloo does not."""
-        return self.kind is DeviceKind.CUDA and os.environ.get(SHARE_ENV) == "1"
+        asked = self.kind is DeviceKind.CUDA and os.environ.get(SHARE_ENV) == "1"
+        return asked or self.kind is DeviceKind.CPU
 
     @property
     def count(self) -> int:

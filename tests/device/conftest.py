@@ -1,8 +1,10 @@
 """Tests that want an accelerator: an NPU, real or simulated, or a CUDA device.
 
 `scripts/test_npu_sim.sh` runs all of them on the simulated Ascend device; `scripts/on_device.sh`
-runs those that say nothing about the simulator on real hardware. Anywhere else they are skipped
-with the reason, which is never counted as passed.
+runs those that say nothing about the simulator on real hardware. Where the CPU is asked for by
+name, they are rehearsed on it, so that a fault of Python, torch or a missing package is found
+before a device is at hand. Anywhere else they are skipped with the reason, which is never counted
+as passed.
 """
 
 from __future__ import annotations
@@ -26,8 +28,18 @@ def _missing() -> str:
         found = device.current()
     except CheckpointError as error:
         return error.problems[0].what
-    if found.kind is device.DeviceKind.CPU:
+    if found.kind is device.DeviceKind.CPU and not os.environ.get(device.ENV):
         return "no accelerator here; scripts/test_npu_sim.sh runs this on a simulated one"
+    return ""
+
+
+def _none_for(item: pytest.Item) -> str:
+    """Why there is no device for this test, though there is one for the others."""
+    found = device.current()
+    if item.get_closest_marker("simulator_only") and not found.simulated:
+        return "about the simulator, and this device is not simulated"
+    if item.get_closest_marker("needs_device") and found.kind is device.DeviceKind.CPU:
+        return "about an accelerator, and this is a rehearsal on the CPU"
     return ""
 
 
@@ -36,12 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not mine:
         return
     missing = _missing()
-    real = not missing and not device.current().simulated
     for item in mine:
-        if missing:
-            item.add_marker(pytest.mark.skip(reason=missing))
-        elif real and item.get_closest_marker("simulator_only"):
-            item.add_marker(pytest.mark.skip(reason="about the simulator, and this device is real"))
+        if reason := missing or _none_for(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
         # The one mark by which the script asks for this chapter.
         item.add_marker(pytest.mark.needs_npu_sim)
 

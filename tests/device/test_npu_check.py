@@ -79,13 +79,16 @@ def _checked(adapter: Any, *globs: str) -> Report:
 def test_tensors_of_the_checks_lie_on_the_device() -> None:
     Watching.seen.clear()
     report = _checked(Watching, "values.*", "purity.*", "files.re*")
-    assert Watching.seen == {f"{device.current().kind.value}:0"}
+    assert Watching.seen == {str(device.current().at(0))}
     assert report.ok, report.text()
     assert report.counts["pass"] >= 12
     assert report.device == device.current().label
 
 
-@pytest.mark.parametrize(("manager", "verdict"), [(OnTheDevice, "pass"), (Cold, "fail")])
+COLD = pytest.param(Cold, "fail", marks=pytest.mark.needs_device)
+
+
+@pytest.mark.parametrize(("manager", "verdict"), [(OnTheDevice, "pass"), COLD])
 def test_the_jobs_of_managers_lie_on_the_device(manager: Any, verdict: str) -> None:
     subject = Subject("noted", manager=manager, degrees=["1"])
     report = check(subject, checks=["reshard.full"], device=device.current().kind.value)
@@ -93,6 +96,7 @@ def test_the_jobs_of_managers_lie_on_the_device(manager: Any, verdict: str) -> N
     assert report.device == device.current().label
 
 
+@pytest.mark.needs_device
 def test_what_fails_only_on_a_device_is_found() -> None:
     report = _checked(Stuck, "purity.order")
     assert report.exit_code == 1

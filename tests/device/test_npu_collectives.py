@@ -9,10 +9,13 @@ import torch.distributed as dist
 from conformance.ranks import RankPool, RanksFailed
 from torchtitan_ckpt import device
 
-pytestmark = pytest.mark.skipif(
-    not device.why_not(device.DeviceKind.CUDA) and device.current().shared,
-    reason="ranks that share a device talk over gloo, which is not what this is about",
-)
+pytestmark = [
+    pytest.mark.needs_device,
+    pytest.mark.skipif(
+        not device.why_not(device.DeviceKind.CUDA) and device.current().shared,
+        reason="ranks that share a device talk over gloo, which is not what this is about",
+    ),
+]
 
 
 def _here() -> tuple[int, int, torch.device]:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from conformance.ranks import RankPool
-from torchtitan_ckpt import device
 from torchtitan_ckpt.diff import Options, diff
 from torchtitan_ckpt.formats import dcp
 
@@ -35,6 +34,7 @@ def _train(folder: str, words: str, port: int, config: str) -> str:
     from torchtitan_ckpt.train.registry import load
     from torchtitan_ckpt.train.trainer import run
 
+    dist.barrier()  # who leaves at once closes connections that others are still making
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
@@ -214,4 +214,3 @@ def test_the_script_itself_and_torchs_own_conversion(tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     loaded = torch.load(target, map_location="cpu", weights_only=False)
     assert loaded["tok_embeddings.weight"].shape == (208, 48)
-    assert device.current().kind is not device.DeviceKind.CPU

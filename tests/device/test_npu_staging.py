@@ -35,7 +35,7 @@ def test_torchs_stager_drops_pinned_memory_on_an_npu_without_an_error():
     assert torch.empty(N, pin_memory=True).is_pinned(), "though the allocator can"
 
 
-@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("pin", [pytest.param(True, marks=pytest.mark.needs_device), False])
 def test_our_stager_pins_when_asked(pin: bool):
     stager = Stager(pin=pin)
     where = device.current().at()

@@ -112,6 +112,7 @@ def test_ranks_share_one_cuda_device_only_where_that_is_asked_for(monkeypatch: p
     assert (cuda.backend, chosen) == ("gloo", [0, 1, 0, 1])
     assert npu.backend == "cpu:gloo,npu:hccl", "gloo moves no tensors of NPUs"
     monkeypatch.delenv(device.SHARE_ENV)
+    assert device.Device(device.DeviceKind.CPU).shared, "a CPU always is"
     assert cuda.backend == "cpu:gloo,cuda:nccl"
     for found in (cuda, npu):
         with pytest.raises(DeviceError, match="local rank 2 has no"):
