@@ -6,12 +6,14 @@ its model spec names, unchanged. What an adapter may do is declared here, with r
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from conformance.lab import MAX_ELEMENTS
 from conformance.subject import Capabilities, Subject
 from conformance.template import Leaf, native_template
 from torchtitan_ckpt.errors import ConfigError, NotFoundError, Problem, nearest
@@ -69,7 +71,28 @@ def of_spec(name: str, spec: Any) -> Subject:
         reference=families.reference_for_titan(config),
         capabilities=_capabilities(spec.name, config, leaves),
         forward=_forward(config),
+        sizes=_sizes(config, leaves),
+        resized=lambda layers: of_spec(name, _of_layers(spec, layers)),
     )
+
+
+def _sizes(config: Any, leaves: Mapping[str, Leaf]) -> Mapping[str, tuple[int, ...]]:
+    """Other numbers of layers that a search may draw: those whose models are small."""
+    layers = getattr(config, "layers", ())
+    last = sum(leaf.numel for k, leaf in leaves.items() if f"layers.{len(layers) - 1}." in k)
+    whole = sum(leaf.numel for leaf in leaves.values())
+    most = len(layers) + (MAX_ELEMENTS // 2 - whole) // max(1, last)
+    # One layer has no experts, and the adapter of DeepSeek-V3 looks for one that has.
+    found = tuple(n for n in (2, 3, 13) if n <= most) if len(layers) > 1 else ()
+    return {"layers": found} if found else {}
+
+
+def _of_layers(spec: Any, number: int) -> Any:
+    """The spec of a model of so many layers: the first ones, or the last once more and again."""
+    layers = spec.model.layers
+    changed, changed.model = copy.copy(spec), copy.copy(spec.model)
+    changed.model.layers = [*layers[:number], *layers[-1:] * (number - len(layers))]
+    return changed
 
 
 def _forward(config: Any) -> Callable[[Any], Any]:

@@ -5,11 +5,18 @@ The table of the documentation states the same; a finding that appears or goes a
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 
 from conformance import Report, check
+from conformance.subjects import resolve, titan
 
 pytest.importorskip("torchtitan", reason="wants the extra 'titan'")
+
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+
 pytestmark = pytest.mark.needs_titan
 
 UNKNOWN = {"keys.unknown-refused", "keys.lora-refused"}
@@ -91,6 +98,37 @@ def test_every_even_split_is_right(name: str) -> None:
         f"titan:{name}", checks=["reshard.[scp]*"], degrees=even, without=["values.dtensor"]
     )
     assert [c.verdict for c in report.cells] == ["pass"] * 3, report.text()
+
+
+@pytest.mark.parametrize("number", [2, 13])
+def test_a_search_may_draw_other_numbers_of_layers(number: int) -> None:
+    found = resolve("titan:llama3/debugmodel")
+    assert found.sizes == {"layers": (2, 3, 13)}
+    assert found.resized is not None
+    other = found.resized(layers=number)
+    assert {_layer(k) for k in other.native} == {-1, *range(number)}
+    assert resolve("titan:llama3/8B").sizes == {}
+
+
+def _layer(key: str) -> int:
+    return int(key.split(".")[1]) if key.startswith("layers.") else -1
+
+
+class SixLayers(Llama3StateDictAdapter):
+    """Right for the model that it was written for."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return super().to_hf({k: v for k, v in state_dict.items() if _layer(k) < 6})
+
+
+@pytest.mark.slow
+def test_an_adapter_of_six_layers_is_found_out_by_a_model_of_more() -> None:
+    spec = copy.copy(titan._spec("llama3", "llama3", "debugmodel", {}))
+    spec.state_dict_adapter = SixLayers
+    report = check(titan.of_spec("six-layers", spec), checks=["values.drawn"])
+    assert report.findings
+    assert report.findings[0].example.startswith("layers=13")
+    assert report.findings[0].keys[0].startswith("layers.")
 
 
 @pytest.mark.slow
