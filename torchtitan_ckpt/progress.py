@@ -75,10 +75,18 @@ class Bar:
             return self._rows[what]
 
 
+def _on_terminal() -> bool:
+    """Whether stderr is a terminal. Under a daemon it is closed, or not there at all."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 @contextmanager
 def bar(what: str = "", total: int | None = None, *, wanted: bool = True) -> Iterator[Bar | None]:
     """A bar while the block runs; None where stderr is no terminal, or it is not `wanted`."""
-    if not wanted or not sys.stderr.isatty():
+    if not wanted or not _on_terminal():
         yield None
         return
     drawn = Bar()
@@ -94,7 +102,7 @@ def bar(what: str = "", total: int | None = None, *, wanted: bool = True) -> Ite
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """A moving line while the block runs, for work of which nobody knows how much is done."""
-    if not sys.stderr.isatty():
+    if not _on_terminal():
         yield
         return
     from rich.console import Console

@@ -40,6 +40,7 @@ _CAUSES = {
     errno.ENOENT: ("another process removed it meanwhile", "see whether two jobs share the folder"),
     errno.ESTALE: ("the network file system lost the file", "look at the system's log"),
     errno.EFBIG: ("the file may not grow so large", "look at ulimit -f and the file system"),
+    errno.EMFILE: ("this process has too many files open", "raise ulimit -n"),
     errno.ENAMETOOLONG: ("a name is too long", "use a shorter dump_folder"),
 }
 

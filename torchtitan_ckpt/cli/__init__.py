@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from torchtitan_ckpt import streams
 from torchtitan_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -66,13 +67,14 @@ _PIPE_CLOSED = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
+    streams.settle()
     try:
         code = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The reader of stdout is gone (`| head`); Python would complain again at its own flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.discard(sys.stdout)
         return _PIPE_CLOSED
 
 

@@ -273,6 +273,8 @@ _REMEDIES = {
     errno.EIO: ("the disk or the network file system fails", "save elsewhere, check the storage"),
     errno.ENOENT: ("the folder vanished while it was written", "see what else removes folders"),
     errno.ENOTDIR: ("a part of the path is a file", "choose another folder"),
+    errno.EFBIG: ("the file may not grow so large", "look at ulimit -f and the file system"),
+    errno.EMFILE: ("this process has too many files open", "raise ulimit -n"),
 }
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torchtitan_ckpt import streams
 from torchtitan_ckpt.errors import CheckpointError
 from torchtitan_ckpt.train.cli_args import parse_flags, report, split_command
 from torchtitan_ckpt.train.registry import load
@@ -16,6 +17,7 @@ from torchtitan_ckpt.train.rules import check_job
 def main(argv: Sequence[str]) -> int:
     """Run the job and return the exit code: 0, or that of the error, said without a traceback."""
     rank = int(os.environ.get("RANK", "0"))
+    streams.settle()
     _talk(rank)
     # cuBLAS repeats its sums only with a workspace of its own; it must be set before CUDA starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -32,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     except CheckpointError as error:
         report(error, argv, rank)
         return error.exit_code
+    except KeyboardInterrupt:
+        logging.getLogger("torchtitan_ckpt.train").error("interrupted")
+        return 130
     return 0
 
 

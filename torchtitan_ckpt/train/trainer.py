@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from torchtitan_ckpt import streams
 from torchtitan_ckpt.parallel import ParallelDegrees
 from torchtitan_ckpt.train import world as worlds
 from torchtitan_ckpt.train.build import (
@@ -108,13 +109,18 @@ class Trainer:
         while self.progress.step < last:
             loss, rate = self.train_step()
             if self.world.place.rank == 0:
-                print(
+                self._print(
                     f"step={self.progress.step} loss={loss!r} loss_hex={loss.hex()} "
-                    f"lr={rate!r} lr_hex={rate.hex()}",
-                    file=self.out,
-                    flush=True,
+                    f"lr={rate!r} lr_hex={rate.hex()}"
                 )
             self.checkpointer.save(self.progress.step, last_step=self.progress.step == last)
+
+    def _print(self, line: str) -> None:
+        try:
+            print(line, file=self.out, flush=True)
+        except OSError as error:  # whoever read it has gone, or its disk is full
+            log.warning("steps are printed no more, and go on: %s", error)
+            streams.discard(self.out)
 
     def train_step(self) -> tuple[float, float]:
         """One step; the mean loss over all ranks' tokens, and the learning rate that was used."""
