@@ -1,6 +1,6 @@
 """What writes and reads the files of the chapter `files`.
 
-`own()` is this project's writer; `write` and `read_all` go through safetensors alone and are the
+`Own` is this project's writer; `write` and `read_indexed` go through safetensors alone and are the
 independent side of every comparison. Nothing here judges.
 """
 
@@ -26,20 +26,12 @@ class Own:
     def save(self, state_dict: dict[str, Any], folder: str, files: Mapping[str, int]) -> None:
         from torchtitan_ckpt.formats import hf
 
-        save: Any = getattr(hf, "save")  # noqa: B009
-        save(state_dict, folder, file_map=dict(files))
+        hf.save(state_dict, folder, file_map=dict(files))
 
     def load(self, folder: str, targets: dict[str, Any]) -> None:
         from torchtitan_ckpt.formats import hf
 
         hf.load(folder, targets, raw=True)
-
-
-def own() -> Own | None:
-    """This project's codec, or None while it cannot write."""
-    from torchtitan_ckpt.formats import hf
-
-    return Own() if hasattr(hf, "save") else None
 
 
 def file_name(number: int, count: int) -> str:

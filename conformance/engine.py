@@ -171,10 +171,10 @@ class Bench:
         missing = self._missing(clause)
         if missing:
             return self._cell(clause, "n/a", reason=missing)
-        blocker = self._blocker(clause)
-        if blocker:
-            return self._cell(clause, "blocked", reason=f"by {blocker}")
         try:
+            blocker = self._blocker(clause)
+            if blocker:
+                return self._cell(clause, "blocked", reason=f"by {blocker}")
             findings = tuple(self._findings(clause))
         except NotApplicable as missing_input:
             return self._cell(clause, "n/a", reason=str(missing_input), begin=begin)
@@ -288,7 +288,7 @@ def _key_in(error: AdapterRaised, lab: Lab) -> tuple[str, ...]:
     text = str(error.error)
     try:
         known_keys = list(lab.native)
-    except NotApplicable:
+    except (NotApplicable, AdapterRaised):
         return ()
     return tuple(key for key in known_keys if key in text)[:1]
 

@@ -9,25 +9,27 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from conformance.fingerprint import Positions, State, blank, noise
-from conformance.subject import Reference, Subject, matches, numbers_of, template_of
+from conformance.layers import part_of
+from conformance.subject import Reference, Subject, matches
 from conformance.template import FileList, Leaf, file_list, native_template
 from conformance.trace import Trace, Tracer
 from torchtitan_ckpt.device import Device, DeviceKind
+from torchtitan_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from conformance.adapter_lab import AdapterLab
     from conformance.manager_lab import ManagerLab
 
 Direction = Literal["to_hf", "from_hf"]
-# Values are checked on at most this many elements, and on half as many where that still holds a
-# layer of each kind; beyond it layers are left out, and said so.
+# Values are checked on at most this many elements; of a larger model on some layers.
 MAX_ELEMENTS = 48_000_000
 
 
@@ -47,7 +49,32 @@ class AdapterRaised(Exception):
         ]
         where = frames[-1] if frames else None
         at = f" at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}" if where else ""
-        super().__init__(f"{direction} raised {type(error).__name__}: {str(error)[:200]}{at}")
+        super().__init__(f"{direction} raised {words_of(error)[:240]}{at}")
+
+
+def words_of(error: BaseException) -> str:
+    """An error's class and text in one line; of DCP's, which holds one a rank, the first."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        error = next(iter(failures.values()))[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines])
+
+
+@contextmanager
+def theirs(doing: str, *, reads: bool = False) -> Iterator[None]:
+    """The subject's own code runs: what it raises is `AdapterRaised`, an exit from Python too.
+
+    Where this project `reads` what the subject names, it may refuse that in its own words.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, GeneratorExit, NotApplicable, AdapterRaised):
+        raise
+    except BaseException as error:  # torch's CheckpointException is not an Exception
+        if reads and isinstance(error, CheckpointError):
+            raise
+        raise AdapterRaised(doing, error) from error
 
 
 class Lab:
@@ -67,6 +94,7 @@ class Lab:
         self._found = found  # the word that finds the subject in another process
         self.example = example  # the one case that a search is to repeat
         self._resized: dict[tuple[tuple[str, int], ...], Lab] = {}
+        self._where: dict[Direction, str] = {}  # the device of `blank`
         self.seed = seed
         self.max_elements = max_elements
         self.device = device or Device(DeviceKind.CPU)
@@ -83,13 +111,15 @@ class Lab:
     def native(self) -> dict[str, Leaf]:
         if self.subject.native is None:
             raise NotApplicable("the subject supplies no native model or state dict")
-        return native_template(self.subject.native)
+        with theirs("the subject's native", reads=True):
+            return native_template(self.subject.native)
 
     @functools.cached_property
     def reference(self) -> Reference:
         found = self.subject.reference
         if found is not None and not hasattr(found, "to_hf"):
-            found = found()
+            with theirs("the subject's reference"):
+                found = found()
         if found is None:
             raise NotApplicable("the subject names no independent reference")
         return found  # type: ignore[return-value]
@@ -97,13 +127,22 @@ class Lab:
     @functools.cached_property
     def hf(self) -> FileList:
         """The independent list of what the files hold."""
-        found = file_list(self.subject.hf)
+        with theirs("the subject's hf", reads=True):
+            found = file_list(self.subject.hf)
         if found is None and self.subject.reference is not None:
-            trace = self.trace("to_hf", self.native, self.reference)
+            trace = self.trace("to_hf", self.native, self.ask)
             found = FileList(trace.leaves, f"reference {self.reference.name}")
         if found is None:
             raise NotApplicable("the subject supplies no HF key list and no reference")
         return found
+
+    @property
+    def listed(self) -> Mapping[str, Leaf | None]:
+        """The leaves of that list; none where there is no list, or none that can be read."""
+        try:
+            return self.hf.leaves
+        except (NotApplicable, AdapterRaised):  # the latter is the finding of `keys.exact`
+            return {}
 
     def resized(self, sizes: Mapping[str, int]) -> Lab:
         """The lab of the subject's model of other sizes; made once, and this one for none."""
@@ -113,8 +152,10 @@ class Lab:
         if key not in self._resized:
             if self.subject.resized is None:
                 raise NotApplicable("the subject makes no model of another size (resized)")
+            with theirs("the subject's resized", reads=True):
+                subject = self.subject.resized(**sizes)
             self._resized[key] = Lab(
-                self.subject.resized(**sizes),
+                subject,
                 seed=self.seed,
                 max_elements=self.max_elements,
                 device=self.device,
@@ -128,12 +169,10 @@ class Lab:
         factory = self.subject.adapter
         if factory is None:
             raise NotApplicable("the subject has no adapter")
-        try:
+        with theirs("the adapter's factory"):
             if assets is not None and self.takes_assets:
                 return factory(hf_assets_path=assets)
             return factory()
-        except Exception as error:
-            raise AdapterRaised("the adapter's factory", error) from error
 
     @functools.cached_property
     def takes_assets(self) -> bool:
@@ -147,14 +186,34 @@ class Lab:
         """One conversion by a fresh adapter (or the given one), of the given dict as it is."""
         wrapped = getattr(self.subject, direction)
         adapter = self.adapter() if adapter is None else adapter
-        try:
+        with theirs(direction):
             if wrapped is not None:
                 return wrapped(adapter, state)
             return getattr(adapter, direction)(state)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is not an Exception
-            raise AdapterRaised(direction, error) from error
+
+    def ask(self, direction: Direction, state: Mapping[str, Any]) -> Any:
+        """The reference's conversion of a copy of the dict."""
+        with theirs(f"{direction} of the reference {self.reference.name}"):
+            return getattr(self.reference, direction)(dict(state))
+
+    def blank(self, direction: Direction) -> State:
+        """Zeros that this direction takes: meta tensors, or real ones where those fail.
+
+        Of the whole model, or of what `to_hf` writes of it.
+        """
+        leaves = self.native if direction == "to_hf" else self.export.leaves
+        if direction not in self._where:
+            self._where[direction] = "meta"
+            if self._affords(leaves):
+                try:
+                    self.call(direction, blank(leaves))
+                except AdapterRaised:
+                    self._where[direction] = "cpu"
+        return blank(leaves, self._where[direction])
+
+    def _affords(self, leaves: Mapping[str, Leaf]) -> bool:
+        """Whether there is room for zeros of so many elements."""
+        return sum(leaf.numel for leaf in leaves.values()) <= self.max_elements * 8
 
     def convert(self, direction: Direction, state: Mapping[str, Any], adapter: Any = None) -> State:
         """As `call`, of a copy, keeping what is a tensor under a str."""
@@ -194,25 +253,25 @@ class Lab:
     # -- traces ---------------------------------------------------------------------------------
 
     def trace(
-        self, direction: Direction, leaves: Mapping[str, Leaf], other: Reference | None = None
+        self,
+        direction: Direction,
+        leaves: Mapping[str, Leaf],
+        call: Callable[[Direction, State], Any] | None = None,
     ) -> Trace:
-        """Keys only: what each output is made from, by the adapter or by another implementation.
+        """Keys only: what each output is made from, by the adapter or by another `call`.
 
         Meta tensors, or zeros where those fail.
         """
         first: AdapterRaised | None = None
         known: Trace | None = None
         for device in ("meta", "cpu"):
-            if device == "cpu" and sum(x.numel for x in leaves.values()) > self.max_elements * 8:
+            if device == "cpu" and not self._affords(leaves):
                 break
             state = blank(leaves, device)
             tracer = Tracer(state)
             try:
                 with tracer:
-                    if other is None:
-                        out = self.call(direction, dict(state))
-                    else:
-                        out = getattr(other, direction)(dict(state))
+                    out = (call or self.call)(direction, dict(state))
             except AdapterRaised as error:
                 first = error
                 continue
@@ -243,48 +302,17 @@ class Lab:
     @functools.cached_property
     def value_native(self) -> dict[str, Leaf]:
         """The native leaves of the value checks: all, or some layers of a model too large."""
-        total = sum(leaf.numel for leaf in self.native.values())
-        if total <= self.max_elements // 2 and self.subject.values_on is None:
-            return self.native
-        layers: dict[tuple[str, int], set[str]] = {}
-        for key in self.native:
-            if numbers_of(key) and template_of(key).startswith(_layer_prefixes(self.native)):
-                layers.setdefault(_layer(key), set()).add(key)
-        rest = [k for k in self.native if not any(k in keys for keys in layers.values())]
-        kinds: dict[object, list[tuple[str, int]]] = {}
-        for layer in sorted(layers):
-            kinds.setdefault(
-                frozenset((template_of(k), self.native[k]) for k in layers[layer]), []
-            ).append(layer)
-        chosen = [at for places in kinds.values() for at in {places[0], places[-1]}]
-        if self.subject.values_on is not None:
-            chosen = [at for at in layers if at[1] in self.subject.values_on]
-        elif self._count(rest, layers, chosen) > self.max_elements // 2:
-            chosen = [places[0] for places in kinds.values()]
-        count = self._count(rest, layers, chosen)
-        if total <= self.max_elements and (count > self.max_elements or not self.may.partial):
-            return self.native
-        if count > self.max_elements or not self.may.partial:
-            raise NotApplicable(
-                f"{total / 1e6:.0f}M elements (one layer of each kind: {count / 1e6:.0f}M); "
-                f"values are checked on up to {self.max_elements / 1e6:.0f}M"
-            )
-        keys = set(rest).union(*(layers[at] for at in chosen))
-        names = ", ".join(f"{prefix}.{number}" for prefix, number in sorted(chosen))
-        self.notes.append(
-            f"values are checked on {names} and what is outside layers: "
-            f"{count / 1e6:.1f}M of {total / 1e6:.0f}M elements"
+        part = part_of(
+            self.native,
+            most=self.max_elements,
+            layers=self.subject.values_on,
+            divisible=self.may.partial,
         )
-        return {k: v for k, v in self.native.items() if k in keys}
-
-    def _count(
-        self,
-        rest: Iterable[str],
-        layers: Mapping[tuple[str, int], set[str]],
-        chosen: Iterable[tuple[str, int]],
-    ) -> int:
-        keys = [*rest, *(k for at in chosen for k in layers[at])]
-        return sum(self.native[k].numel for k in keys)
+        if part.refused:
+            raise NotApplicable(part.refused)
+        if part.note:
+            self.notes.append(part.note)
+        return part.leaves
 
     @functools.cached_property
     def value_hf(self) -> dict[str, Leaf]:
@@ -356,25 +384,3 @@ class Lab:
 def _copied(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     """A copy on `where`; a meta tensor stays one."""
     return tensor.clone() if tensor.is_meta else tensor.to(where, copy=True)
-
-
-def _layer(key: str) -> tuple[str, int]:
-    parts = key.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[:index]), int(part)
-    raise ValueError(key)
-
-
-@functools.lru_cache(maxsize=8)
-def _prefixes(keys: frozenset[str]) -> tuple[str, ...]:
-    found: dict[str, set[int]] = {}
-    for key in keys:
-        if numbers_of(key):
-            prefix, number = _layer(key)
-            found.setdefault(prefix, set()).add(number)
-    return tuple(f"{prefix}." for prefix, numbers in found.items() if len(numbers) > 1)
-
-
-def _layer_prefixes(native: Mapping[str, Leaf]) -> tuple[str, ...]:
-    return _prefixes(frozenset(native)) or ("\0",)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from conformance.jobs import STATES, Job, truth
+from conformance.lab import words_of
 from conformance.reference import Leaf, Table
 from conformance.verdict import Finding
 from torchtitan_ckpt.errors import CheckpointError
@@ -55,17 +56,13 @@ class ManagerRaised(Exception):
 
 @contextmanager
 def acting(doing: str) -> Iterator[None]:
-    """The subject's own code runs: what it raises is a `ManagerRaised`."""
+    """The subject's own code runs: what it raises is `ManagerRaised`, an exit from Python too."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # DCP's CheckpointException is not an Exception
-        failures = getattr(error, "failures", None)
-        if isinstance(failures, dict) and failures:
-            error = next(iter(failures.values()))[0]  # DCP keeps the cause for each rank
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ManagerRaised(doing, ": ".join([type(error).__name__, *lines])[:600]) from error
+        raise ManagerRaised(doing, words_of(error)[:600]) from error
 
 
 class Opened:
@@ -218,7 +215,7 @@ def due(job: Job, name: str, expected: Mapping[str, Any]) -> list[str]:
 
 
 def differences(
-    job: Job, at: Mapping[str, int], *, coordinate: str = "", what: str = ""
+    job: Job, at: Mapping[str, int], *, remedy: str, coordinate: str = "", what: str = ""
 ) -> list[Finding]:
     """A finding for each state that is not what `at` says it should be."""
     out = []
@@ -239,6 +236,7 @@ def differences(
                 if name == "dataloader"
                 else brief(expected[first]),
                 actual=str(job.position) if name == "dataloader" else brief(state.get(first)),
+                remedy=remedy,
                 oracle=f"the same job, never split and never stopped, after {steps} steps",
             )
         )

@@ -192,10 +192,11 @@ def takes(manager: Any, option: str) -> bool:
     """Whether the manager's config knows an option."""
     try:
         manager.Config(**{option: None})
-    except TypeError as error:
-        return option not in str(error)
-    except Exception:
-        return True  # it knows the option, and wants another value
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Any other error: it knows the option, and wants another value.
+        return not isinstance(error, TypeError) or option not in str(error)
     return True
 
 
@@ -214,8 +215,11 @@ def states(
     outcome: Outcome,
     wanted: Mapping[str, int],
     *,
+    what: str,
+    remedy: str,
+    cause: str = "",
+    coordinate: str = "",
     steps: Mapping[str, int] = STEPS,
-    **words: str,
 ) -> Iterator[Finding]:
     """A finding if a job was refused, loaded nothing, or has other states than `wanted`.
 
@@ -229,10 +233,13 @@ def states(
     wrong = [name for name, at in wanted.items() if outcome.at[name] != at]
     if wrong or outcome.words or not outcome.loaded:
         yield Finding(
+            what=what,
             keys=tuple(wrong),
+            coordinate=coordinate,
             expected="; ".join(f"{name} of {told(wanted[name])}" for name in wrong) or "a load",
             actual=str(outcome)
             if outcome.words or not outcome.loaded
             else "; ".join(f"{name} of {told(outcome.at[name])}" for name in wrong),
-            **words,
+            cause=cause,
+            remedy=remedy,
         )

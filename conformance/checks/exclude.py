@@ -32,7 +32,8 @@ def subsets(lab: Lab) -> Iterator[Finding]:
         wanted = {name: OWN if name in excluded else saved for name in STATES}
         words = "a load does not leave out what is excluded, and it only"
         where = f"exclude_from_loading={','.join(excluded) or 'nothing'}"
-        yield from states(outcome, wanted, what=words, coordinate=where)
+        remedy = "load each state by its own name, and leave those that are named as they are"
+        yield from states(outcome, wanted, what=words, coordinate=where, remedy=remedy)
 
 
 def unknown(lab: Lab) -> Iterator[Finding]:
@@ -46,6 +47,7 @@ def unknown(lab: Lab) -> Iterator[Finding]:
                 keys=tuple(names),
                 expected="an error that lists the states",
                 actual=str(outcome),
+                cause="names are looked up among the states, and those not found are dropped",
                 remedy="compare the names with the states of the job when it is configured",
             )
 
@@ -62,5 +64,6 @@ def coupled(lab: Lab) -> Iterator[Finding]:
                 coordinate=f"exclude_from_loading={','.join(excluded)}",
                 expected="an error: the two are left out together",
                 actual=str(outcome),
+                cause="each name is looked at by itself",
                 remedy="refuse optimizer without lr_scheduler when it is configured",
             )

@@ -15,7 +15,7 @@ from conformance import codec as codecs
 from conformance.checks._words import by_words, count, first_difference
 from conformance.checks.files_readers import quantized, reader
 from conformance.fingerprint import State, noise, same_bits, torch_dtype
-from conformance.lab import Lab, NotApplicable
+from conformance.lab import AdapterRaised, Lab, NotApplicable, theirs
 from conformance.search import smallest, state_of_text, states, text_of_state
 from conformance.subject import Codec
 from conformance.template import Leaf
@@ -44,10 +44,7 @@ def _codec(lab: Lab) -> Codec:
         return lab.subject.codec
     if lab.subject.adapter is None:
         raise NotApplicable("the subject writes no files: it has neither a codec nor an adapter")
-    found = codecs.own()
-    if found is None:
-        raise NotApplicable("the subject writes no files of its own")
-    return found
+    return codecs.Own()
 
 
 def _state(lab: Lab) -> State:
@@ -68,14 +65,17 @@ def _saved(lab: Lab, state: State, folder: str, number: int) -> Iterator[Finding
     """Save through the subject's codec; a refusal is a finding."""
     writer = _codec(lab)
     try:
-        writer.save(lab.on_device(state), folder, _files(state, number))
-    except Exception as error:
-        bad = next((k for k in state if k in str(error)), "")
+        with theirs("save"):
+            writer.save(lab.on_device(state), folder, _files(state, number))
+    except AdapterRaised as error:
+        bad = next((k for k in state if k in str(error.error)), "")
         yield Finding(
             what="the writer raises",
             keys=(bad,) if bad else tuple(k for k in state if k.startswith("hard."))[:3],
             expected="every dtype and shape of the format written",
-            actual=f"{type(error).__name__}: {str(error)[:160]}",
+            actual=str(error),
+            cause="a dtype, a shape or a kind of tensor that the writer does not know",
+            remedy="write whatever the format holds",
             oracle=writer.name,
         )
 
@@ -125,10 +125,22 @@ def inspect(folder: Path, state: State | None) -> Iterator[Finding]:
             )
         weight_map = {key: names[0] for key, names in where.items()}
     else:
-        content = json.loads(path.read_text())
-        weight_map = content.get("weight_map", {})
+        try:
+            content = json.loads(path.read_text())
+            weight_map = {str(key): str(name) for key, name in content["weight_map"].items()}
+            stated = (content.get("metadata") or {}).get("total_size")
+        except Exception as error:
+            yield Finding(
+                what="the index cannot be read",
+                keys=(path.name,),
+                expected='JSON: {"metadata": {...}, "weight_map": {key: file, ...}}',
+                actual=f"{path.stat().st_size} bytes: {type(error).__name__}: {str(error)[:120]}",
+                cause="cut short, or put together by hand",
+                remedy="write the index in one go, last, under its final name",
+            )
+            return
         yield from _index_against_files(weight_map, where, present)
-        yield from _total_size(content, weight_map, present)
+        yield from _total_size(stated, weight_map, present)
     if state is not None:
         yield from _lists(
             "the files lack",
@@ -199,16 +211,15 @@ def _index_against_files(
 
 
 def _total_size(
-    content: Mapping[str, Any], weight_map: Mapping[str, str], present: Mapping[str, Any]
+    stated: Any, weight_map: Mapping[str, str], present: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    stated = content.get("metadata", {}).get("total_size")
     have = 0
     for key, name in weight_map.items():
         entry = present.get(name, {}).get(key)
         if entry is None:
             return
         have += entry["data_offsets"][1] - entry["data_offsets"][0]
-    if stated is not None and int(stated) != have:
+    if stated is not None and stated != have:
         yield Finding(
             what="the index states another total size than its files hold",
             keys=tuple(weight_map)[:1],
@@ -273,13 +284,14 @@ def _reread(lab: Lab, state: State) -> Iterator[Finding]:
         yield from _equal("the files hold", state, found, writer.name)
         targets = lab.on_device({k: _hole(v) for k, v in state.items()})
         try:
-            writer.load(folder, targets)
-        except Exception as error:
+            with theirs("load"):
+                writer.load(folder, targets)
+        except AdapterRaised as error:
             yield Finding(
                 what="the codec cannot read what it wrote",
-                keys=tuple(k for k in state if k in str(error))[:2] or tuple(state)[:1],
+                keys=tuple(k for k in state if k in str(error.error))[:2] or tuple(state)[:1],
                 expected="what was written, read back",
-                actual=f"{type(error).__name__}: {str(error)[:160]}",
+                actual=str(error),
                 cause="the reader wants something that the writer does not write",
                 remedy="read every file that the codec itself writes",
                 oracle=writer.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance.lab import Lab, NotApplicable
+from conformance.lab import Lab, NotApplicable, theirs
 from conformance.verdict import Finding
 
 _TOLERANCE = 1e-4
@@ -14,10 +14,11 @@ def logits(lab: Lab) -> Iterator[Finding]:
     """Logits of both models after a conversion; the subject's `forward` runs them."""
     if lab.subject.forward is None:
         raise NotApplicable("the subject names no pair of models that can run")
-    ours, theirs, name = lab.subject.forward(lab)
-    scale = float(theirs.abs().max()) or 1.0
+    with theirs("the forward pass"):
+        ours, other, name = lab.subject.forward(lab)
+    scale = float(other.abs().max()) or 1.0
     # fp32 sums in another order; wrong weights give differences of the size of the logits.
-    off = ~((ours - theirs).abs() <= _TOLERANCE * scale)
+    off = ~((ours - other).abs() <= _TOLERANCE * scale)
     if not off.any():
         return
     first = int(off.flatten(0, -3).any(0).any(-1).int().argmax())
@@ -26,7 +27,7 @@ def logits(lab: Lab) -> Iterator[Finding]:
         keys=(lab.subject.name,),
         coordinate=f"from token {first} on",
         expected=f"equal to {_TOLERANCE} of the largest logit",
-        actual=f"{float((ours - theirs).abs().max()) / scale:.2e} of it",
+        actual=f"{float((ours - other).abs().max()) / scale:.2e} of it",
         # A lone token sees itself alone: its attention weighs nothing.
         cause="the first token is right: q, k, or the rotary order of their rows is not"
         if first

@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 
-from conformance.lab import AdapterRaised, Lab
+from conformance.fingerprint import same_bits
+from conformance.lab import AdapterRaised, Lab, NotApplicable
+from conformance.managed import brief
 from conformance.verdict import Finding
 from torchtitan_ckpt.adapter import MappingAdapter
 from torchtitan_ckpt.formats import dcp, hf
@@ -56,7 +58,12 @@ def unchanged(lab: Lab) -> Iterator[Finding]:
     """A job that learns nothing gives the files back: keys, shapes, dtypes, values."""
     assets = _assets(lab)
     original = _tensors(assets)
-    dtype = max((str(v.dtype) for v in original.values()), key=len).removeprefix("torch.")
+    dtypes = {str(v.dtype) for v in original.values() if v.is_floating_point()}
+    if len(dtypes) != 1:
+        raise NotApplicable(
+            f"an export has one float dtype; the files: {', '.join(sorted(dtypes))}"
+        )
+    dtype = dtypes.pop().removeprefix("torch.")
     with tempfile.TemporaryDirectory() as folder:
         _train(
             lab.subject.trainer,
@@ -96,20 +103,11 @@ def export(lab: Lab) -> Iterator[Finding]:
     assets = _assets(lab)
     runs = _runs(assets, lab.device.kind.value, lab.subject.trainer)
     exported = _tensors(runs.step("cut", STEPS))
-    reference = {
-        key: torch.empty_like(v, dtype=torch.bfloat16) for key, v in _tensors(assets).items()
-    }
-    shapes = {key: value.shape for key, value in exported.items()}
-    for key in sorted(reference.keys() ^ shapes.keys()):
-        yield Finding(
-            what="the export's keys are not those of the files that started the job",
-            keys=(key,),
-            actual="missing" if key in reference else "extra",
-        )
+    yield from _keys(_tensors(assets), exported, "the files that started the job")
     native = _model(runs.step("whole", STEPS))
     expected = MappingAdapter(assets).to_hf(native)
     cast = {key: value.to(torch.bfloat16) for key, value in expected.items()}
-    yield from _differences(cast, exported, "the last step of the run that was never stopped")
+    yield from _values(cast, exported, "the last step of the run that was never stopped")
 
 
 @functools.cache
@@ -184,12 +182,28 @@ def _differences(
     expected: dict[str, Any], actual: dict[str, Any], oracle: str
 ) -> Iterator[Finding]:
     """Keys on one side, then dtypes, shapes and bytes; one finding a kind."""
-    for what, keys in (
-        ("keys are missing", expected.keys() - actual.keys()),
-        ("keys are extra", actual.keys() - expected.keys()),
+    yield from _keys(expected, actual, oracle)
+    yield from _values(expected, actual, oracle)
+
+
+def _keys(expected: dict[str, Any], actual: dict[str, Any], oracle: str) -> Iterator[Finding]:
+    for what, keys, remedy in (
+        ("keys are missing", expected.keys() - actual.keys(), "write every state and weight"),
+        ("keys are extra", actual.keys() - expected.keys(), "write nothing that is not known"),
     ):
         if keys:
-            yield Finding(what=f"{len(keys)} {what}", keys=tuple(sorted(keys)), oracle=oracle)
+            yield Finding(
+                what=f"{len(keys)} {what}",
+                keys=tuple(sorted(keys)),
+                expected=f"{len(expected)} keys",
+                actual=f"{len(actual)} keys",
+                remedy=remedy,
+                oracle=oracle,
+            )
+
+
+def _values(expected: dict[str, Any], actual: dict[str, Any], oracle: str) -> Iterator[Finding]:
+    """Dtypes, shapes and bytes of the keys that both sides have."""
     wrong = [
         k for k in sorted(expected.keys() & actual.keys()) if not _same(expected[k], actual[k])
     ]
@@ -197,8 +211,8 @@ def _differences(
         yield Finding(
             what=f"{len(wrong)} values differ",
             keys=tuple(wrong),
-            expected=_words(expected[wrong[0]]),
-            actual=_words(actual[wrong[0]]),
+            expected=brief(expected[wrong[0]])[:160],
+            actual=brief(actual[wrong[0]])[:160],
             oracle=oracle,
             remedy="torchtitan-ckpt diff shows where",
         )
@@ -207,18 +221,7 @@ def _differences(
 def _same(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return bool(type(a) is type(b) and a == b)
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    raw = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(*raw)
-
-
-def _words(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        text = repr(value)
-        return text if len(text) <= 120 else f"{text[:120]}…"
-    head = ", ".join(f"{x:g}" for x in value.flatten()[:3].tolist())
-    return f"{value.dtype} {list(value.shape)}: {head}, …"
+    return a.shape == b.shape and same_bits(a, b)
 
 
 def _at(lines: list[str], index: int) -> str:

@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from conformance import codec
 from conformance.checks._words import by_template, by_words, count
 from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
 from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
-from conformance.fingerprint import blank
 from conformance.lab import AdapterRaised, Lab, NotApplicable
 from conformance.verdict import Finding
 from torchtitan_ckpt.errors import group_keys, nearest
@@ -249,20 +249,17 @@ def index(lab: Lab) -> Iterator[Finding]:
     if not lab.takes_assets:
         raise NotApplicable("the subject's adapter factory takes no hf_assets_path")
     written = list(lab.export.leaves)
-    try:
-        listed = [*written, *(k for k in lab.hf.leaves if k not in lab.export.leaves)]
-    except NotApplicable:
-        listed = list(written)
+    listed = [*written, *(k for k in lab.listed if k not in lab.export.leaves)]
     listed += [a for a in lab.may.tied if a not in listed and _may_be_file_key(a, written)]
     files = {key: number % 3 + 1 for number, key in enumerate(listed)}
     with tempfile.TemporaryDirectory() as folder:
         content = {
             "metadata": {"total_size": 0},
-            "weight_map": {k: f"model-{n:05d}-of-00003.safetensors" for k, n in files.items()},
+            "weight_map": {k: codec.file_name(n, 3) for k, n in files.items()},
         }
-        Path(folder, "model.safetensors.index.json").write_text(json.dumps(content))
+        Path(folder, codec.INDEX).write_text(json.dumps(content))
         adapter = lab.adapter(folder)
-        lab.convert("to_hf", blank(lab.native), adapter)
+        lab.convert("to_hf", lab.blank("to_hf"), adapter)
     mapping = getattr(adapter, "fqn_to_index_mapping", None)
     if not mapping:
         yield Finding(

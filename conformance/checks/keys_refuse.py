@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from conformance.checks._words import by_template, count
-from conformance.fingerprint import bits, blank
+from conformance.fingerprint import bits
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.subject import matches, numbers_of, template_of
 from conformance.template import Leaf
@@ -19,57 +19,49 @@ _PROBE = Leaf((3, 5), "float32")
 
 def unknown_refused(lab: Lab) -> Iterator[Finding]:
     """An unknown key raises, or comes out unchanged under its own name; it never vanishes."""
-    sides: list[tuple[Direction, Mapping[str, Leaf]]] = [
-        ("to_hf", lab.native),
-        ("from_hf", lab.export.leaves),
-    ]
-    for direction, leaves in sides:
-        yield from _probe(lab, direction, leaves, _unknown(list(leaves)))
+    for direction, leaves in _sides(lab):
+        yield from _probe(lab, direction, _unknown(list(leaves)))
 
 
 def lora_refused(lab: Lab) -> Iterator[Finding]:
     """LoRA and PEFT keys raise; a checkpoint without them is not the one that was asked for."""
-    sides: tuple[tuple[Direction, Mapping[str, Leaf]], ...] = (
-        ("to_hf", lab.native),
-        ("from_hf", lab.export.leaves),
-    )
-    for direction, leaves in sides:
+    for direction, leaves in _sides(lab):
         linear = [k for k in leaves if k.endswith(".weight") and len(leaves[k].shape) == 2]
         if not linear:
             continue
-        layered = [k for k in linear if numbers_of(k)] or linear
-        stem = layered[0].removesuffix(".weight")
-        names = {f"{stem}.lora_A.weight": layered[0], f"{stem}.lora_b.weight": layered[0]}
-        if direction == "from_hf":
-            names = {
-                f"base_model.model.{stem}.lora_A.weight": layered[0],
-                f"{stem}.lora_B.default.weight": layered[0],
-            }
-        yield from _probe(lab, direction, leaves, names)
+        stem = next(filter(numbers_of, linear), linear[0]).removesuffix(".weight")
+        names = (
+            [f"{stem}.lora_A.weight", f"{stem}.lora_b.weight"]
+            if direction == "to_hf"
+            else [f"base_model.model.{stem}.lora_A.weight", f"{stem}.lora_B.default.weight"]
+        )
+        yield from _probe(lab, direction, names)
 
 
-def _unknown(keys: list[str]) -> dict[str, str]:
-    """Names that no adapter can know, each with the real key it was made from."""
-    names = {"gate_probe.weight": ""}
-    layered = [key for key in keys if numbers_of(key)]
+def _sides(lab: Lab) -> tuple[tuple[Direction, Mapping[str, Leaf]], ...]:
+    return ("to_hf", lab.native), ("from_hf", lab.export.leaves)
+
+
+def _unknown(keys: list[str]) -> list[str]:
+    """Names that no adapter can know, made from real ones."""
+    names = ["gate_probe.weight"]
+    layered = next(filter(numbers_of, keys), "")
     if layered:
-        stem, _, leaf = layered[0].rpartition(".")
-        names[f"{stem}_gate_probe.{leaf}"] = layered[0]
+        stem, _, leaf = layered.rpartition(".")
+        names.append(f"{stem}_gate_probe.{leaf}")
     deep = max(keys, key=lambda key: (len(numbers_of(key)), "expert" in key, len(key)))
     stem, _, leaf = deep.rpartition(".")
     # A rule anchored on a suffix misses the same tensor with another one.
-    names[f"{stem}.gate_probe_scale" if leaf == "weight" else f"{deep}_gate_probe"] = deep
+    names.append(f"{stem}.gate_probe_scale" if leaf == "weight" else f"{deep}_gate_probe")
     return names
 
 
-def _probe(
-    lab: Lab, direction: Direction, leaves: Mapping[str, Leaf], names: Mapping[str, str]
-) -> Iterator[Finding]:
+def _probe(lab: Lab, direction: Direction, names: list[str]) -> Iterator[Finding]:
     dropped, changed = [], {}
     for name in names:
         probe = torch.arange(1.0, 16.0).reshape(_PROBE.shape)
         try:
-            out = lab.convert(direction, {**blank(leaves), name: probe})
+            out = lab.convert(direction, {**lab.blank(direction), name: probe})
         except AdapterRaised:
             continue
         found = [
@@ -138,10 +130,7 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
 
 
 def _extras(lab: Lab) -> dict[str, Leaf]:
-    try:
-        listed = lab.hf.leaves
-    except NotApplicable:
-        listed = {}
+    listed = lab.listed
     found: dict[str, Leaf] = {}
     for pattern in lab.may.hf_only:
         keys = [k for k in listed if lab.hf_only(k) and k not in lab.export.leaves]

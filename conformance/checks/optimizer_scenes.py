@@ -233,6 +233,7 @@ def _differences(expected: Flat, actual: Flat, what: str, where: str) -> list[Fi
             coordinate=where,
             expected=brief(expected.get(first)),
             actual=brief(actual.get(first)),
+            remedy="keep state by the parameter's name, each value as it is, and make up none",
             oracle="the same job, and no manager",
         )
     ]

@@ -34,6 +34,7 @@ __all__ = [
 
 SAVED = 2  # steps of the job that saves
 _HF = ("last_save_in_hf", "initial_load_in_hf")
+_BY_OFFSETS = "store and seek each rank's part by its place in the whole tensor"
 
 
 def full(lab: Lab) -> Iterator[Finding]:
@@ -62,6 +63,7 @@ def dataloader(lab: Lab) -> Iterator[Finding]:
                 coordinate=_pair(source, target),
                 expected="a refusal that names the data loader or its degree",
                 actual="load() returned, and the loader was not told",
+                cause="each rank seeks its own entry, and there is none of its number or too many",
                 remedy="let the loader see what was saved, or compare the degrees and refuse",
             )
 
@@ -145,6 +147,7 @@ def _files(step: str, where: str, expected: Mapping[str, Any]) -> Iterator[Findi
             coordinate=where.partition(",")[0],
             expected=brief(expected.get(first.removeprefix("model."))),
             actual=bad[first],
+            remedy="put every tensor together from all ranks that hold a part of it, as it is",
             oracle="the job that was never split",
         )
 
@@ -173,12 +176,13 @@ def _load_and_step(
     at = {name: SAVED for name in STATES if name not in excluded}
     with opened(manager, job, folder, load_only=True, exclude_from_loading=excluded) as found:
         found.load()
-    loaded = differences(job, at, coordinate=where)
+    loaded = differences(job, at, coordinate=where, remedy=_BY_OFFSETS)
     job.train()
     if loaded:  # what is wrong already is wrong still
         return loaded, []
     later = dict.fromkeys(at, SAVED + 1)
-    return [], differences(job, later, coordinate=where, what="after one step more")
+    words = {"what": "after one step more", "remedy": "refresh second copies after a load"}
+    return [], differences(job, later, coordinate=where, **words)
 
 
 def _load_position(manager: Any, folder: str, case: Case) -> bool:
@@ -221,4 +225,4 @@ def _import(manager: Any, step: str, case: Case, where: str) -> list[Finding]:
     options = {"load_only": True, "initial_load_in_hf": True, "initial_load_path": step}
     with opened(manager, job, f"{step}/none", adapter=PlainAdapter(small_table()), **options) as m:
         m.load()
-    return differences(job, {"model": SAVED}, coordinate=where)
+    return differences(job, {"model": SAVED}, coordinate=where, remedy=_BY_OFFSETS)

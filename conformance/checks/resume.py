@@ -19,11 +19,12 @@ from conformance.checks.resume_saves import MARKER, export_dtype, overwrite, ret
 from conformance.checks.resume_stream import stream
 from conformance.jobs import STATES, value_of
 from conformance.lab import Lab
-from conformance.managed import Outcome, Try, differences, opened, start, tiny_table
+from conformance.managed import Try, differences, opened, start, tiny_table
 from conformance.manager_lab import OWN, STEPS, ManagerLab, states, takes
 from conformance.verdict import Finding
 
 NEWEST = STEPS["step-10"]
+_WHOLE_NAME = "take for a step what is a folder and called step-<number>, from first to last letter"
 
 __all__ = [
     "async_",
@@ -58,7 +59,7 @@ def newest(lab: Lab) -> Iterator[Finding]:
         later = time.time() + 60
         os.utime(steps / nine, (later, later))
         words = f"of {nine} and {ten}, {ten} was not resumed from"
-        yield from _is_newest(_load(lab.managers, folder), words, ten)
+        yield from _is_newest(lab.managers, folder, ten, words, "compare steps as numbers")
 
 
 def names(lab: Lab) -> Iterator[Finding]:
@@ -68,11 +69,11 @@ def names(lab: Lab) -> Iterator[Finding]:
         steps = Path(folder, "checkpoint")
         shutil.copytree(steps / "step-9", steps / decoy)
         words = f"a folder called {decoy} changes what is resumed from"
-        yield from _is_newest(_load(lab.managers, folder), words, decoy)
+        yield from _is_newest(lab.managers, folder, decoy, words, _WHOLE_NAME)
     folder = lab.managers.saved_steps()
     Path(folder, "checkpoint", "step-13").write_text("notes")
     words = "a file called step-13 changes what is resumed from"
-    yield from _is_newest(_load(lab.managers, folder), words, "step-13")
+    yield from _is_newest(lab.managers, folder, "step-13", words, _WHOLE_NAME)
 
 
 def unfinished(lab: Lab) -> Iterator[Finding]:
@@ -80,12 +81,13 @@ def unfinished(lab: Lab) -> Iterator[Finding]:
     empty = lab.managers.saved_steps()
     Path(empty, "checkpoint", "step-11").mkdir()
     words = "an empty step folder keeps a job from its newest complete step"
-    yield from _is_newest(_load(lab.managers, empty), words, "step-11")
+    remedy = "write one file last, and take a step without it for unfinished"
+    yield from _is_newest(lab.managers, empty, "step-11", words, remedy)
     if _marked(lab.managers):
         folder = lab.managers.saved_steps()
         _copy_without(folder, MARKER)
         words = f"a step without {MARKER} keeps a job from its newest complete step"
-        yield from _is_newest(_load(lab.managers, folder), words, "step-11")
+        yield from _is_newest(lab.managers, folder, "step-11", words, remedy)
 
 
 def half_deleted(lab: Lab) -> Iterator[Finding]:
@@ -97,11 +99,18 @@ def half_deleted(lab: Lab) -> Iterator[Finding]:
     for file in sorted(p.name for p in original.iterdir() if p.name != MARKER):
         folder = lab.managers.saved_steps()
         _copy_without(folder, file)
-        found = _load(lab.managers, folder)
+        (found,) = lab.managers.try_loads(Try(folder))
         if set(found.at.values()) == {STEPS["step-9"]}:
             continue
         words = f"a step that lacks {file} keeps a job from its newest complete step"
-        yield from _is_newest(found, words, "step-11")
+        yield from states(
+            found,
+            dict.fromkeys(STATES, NEWEST),
+            what=words,
+            coordinate="step-11",
+            cause="the marker is there, and a file that it speaks of is not",
+            remedy="compare a step's files with its metadata before it counts",
+        )
 
 
 def load_step(lab: Lab) -> Iterator[Finding]:
@@ -110,8 +119,8 @@ def load_step(lab: Lab) -> Iterator[Finding]:
     older, absent, nothing = lab.managers.try_loads(
         Try(folder, 9), Try(folder, 7), Try(lab.managers.folder(), 7)
     )
-    words = "load(9) did not load step-9"
-    yield from states(older, dict.fromkeys(STATES, STEPS["step-9"]), what=words)
+    due, words = dict.fromkeys(STATES, STEPS["step-9"]), "load(9) did not load step-9"
+    yield from states(older, due, what=words, remedy="load the step that is named")
     for outcome, where in ((absent, "which is not there"), (nothing, "and there is no folder")):
         if not outcome.words or set(outcome.at.values()) != {OWN}:
             yield Finding(
@@ -119,6 +128,7 @@ def load_step(lab: Lab) -> Iterator[Finding]:
                 keys=("step-7",),
                 expected="an error, and the job as it was",
                 actual=str(outcome),
+                cause="another step, or none, is taken where the one that was named is not found",
                 remedy="raise where the step that was named is not there",
             )
 
@@ -140,13 +150,34 @@ def initial(lab: Lab) -> Iterator[Finding]:
     )
     first, model_only = STEPS["step-9"], {"model": STEPS["step-9"]}
     rest = dict.fromkeys((name for name in STATES if name != "model"), OWN)
-    for outcome, wanted, words in (
-        (fresh, model_only | rest, "initial_load_path did not give the model, and it only"),
-        (existing, model_only | rest, "an existing, empty folder turns initial_load_path off"),
-        (whole, dict.fromkeys(STATES, first), "initial_load_model_only=False left states out"),
-        (ignored, dict.fromkeys(STATES, NEWEST), "initial_load_path won over the job's own step"),
+    where = f"initial_load_path={path[-17:]}"
+    for outcome, wanted, words, remedy in (
+        (
+            fresh,
+            model_only | rest,
+            "initial_load_path did not give the model, and it only",
+            "load the model from there where the job has no step of its own",
+        ),
+        (
+            existing,
+            model_only | rest,
+            "an existing, empty folder turns initial_load_path off",
+            "look for steps in the folder: that it is there says nothing",
+        ),
+        (
+            whole,
+            dict.fromkeys(STATES, first),
+            "initial_load_model_only=False left states out",
+            "load every state from initial_load_path where this is asked for",
+        ),
+        (
+            ignored,
+            dict.fromkeys(STATES, NEWEST),
+            "initial_load_path won over the job's own step",
+            "look for the job's own steps first",
+        ),
     ):
-        yield from states(outcome, wanted, what=words, coordinate=f"initial_load_path={path[-17:]}")
+        yield from states(outcome, wanted, what=words, coordinate=where, remedy=remedy)
     yield from _without_adapter(lab.managers)
 
 
@@ -165,6 +196,7 @@ def _without_adapter(lab: ManagerLab) -> Iterator[Finding]:
             keys=("initial_load_in_hf",),
             expected="an error",
             actual=str(outcome),
+            cause="the option is dropped where there is nobody to translate the files",
             remedy="raise where initial_load_in_hf is on and there is no adapter",
         )
 
@@ -190,13 +222,13 @@ def uninterrupted(lab: Lab) -> Iterator[Finding]:
     yield from lab.managers.findings(_stop_twice, 1, lab.managers.folder())
 
 
-def _load(lab: ManagerLab, folder: str) -> Outcome:
+def _is_newest(
+    lab: ManagerLab, folder: str, name: str, what: str, remedy: str
+) -> Iterator[Finding]:
+    """A job over this folder resumes from the newest complete step, whatever `name` is."""
     (outcome,) = lab.try_loads(Try(folder))
-    return outcome
-
-
-def _is_newest(outcome: Outcome, what: str, name: str) -> Iterator[Finding]:
-    yield from states(outcome, dict.fromkeys(STATES, NEWEST), what=what, coordinate=name)
+    due = dict.fromkeys(STATES, NEWEST)
+    yield from states(outcome, due, what=what, coordinate=name, remedy=remedy)
 
 
 def _marked(lab: ManagerLab) -> bool:
@@ -230,8 +262,9 @@ def _stop_twice(manager: Any, folder: str) -> list[Finding]:
             if stop > 2:
                 found.load()
             words = f"when stopped at step {stop}"
+            remedy = "save and load every state of the job, and give back what was saved last"
             job.train(2)
-            out += differences(job, dict.fromkeys(STATES, stop), what=words)
+            out += differences(job, dict.fromkeys(STATES, stop), what=words, remedy=remedy)
             found.save(stop)
         if out:
             break

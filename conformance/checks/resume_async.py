@@ -81,6 +81,7 @@ def modes(lab: Lab) -> Iterator[Finding]:
                 coordinate="async_mode",
                 expected="every mode saves it, or every mode refuses it",
                 actual="; ".join(f"{m}: {w[:120] or 'saved'}" for m, w in words.items()),
+                cause="the copy that one mode makes of a state knows fewer kinds of values",
                 remedy="decide what can be saved before the mode is looked at",
             )
 
@@ -95,6 +96,7 @@ def async_error(lab: Lab) -> Iterator[Finding]:
             keys=("async_mode",),
             expected="an error from save, maybe_wait_for_saving or close",
             actual="all of them returned, and there is no checkpoint",
+            cause="nobody looks at what became of the save",
             remedy="keep the future of the save, and ask it for its result",
         )
 
@@ -109,6 +111,7 @@ def async_load(lab: Lab) -> Iterator[Finding]:
             keys=tuple(name for name, steps in at.items() if steps not in (1, 2)),
             expected="all of step 1, which is complete, or all of step 2, which is being saved",
             actual=", ".join(f"{name} after {steps} steps" for name, steps in at.items()),
+            cause="a step that is being written is taken, or hides the one before",
             remedy="wait for the save before looking for a step",
         )
 
@@ -138,7 +141,8 @@ def begun(lab: Lab) -> Iterator[Finding]:
         (after, 4, "step-4 is not there when its save is over", failure),
     ):
         at = dict.fromkeys(STATES, step)
-        yield from states(outcome, at, steps=steps, what=words, cause=cause)
+        remedy = "let a step count when its save has completed, and its predecessors stay till then"
+        yield from states(outcome, at, steps=steps, what=words, cause=cause, remedy=remedy)
 
 
 def _state_at_the_call(lab: ManagerLab, mode: str) -> Iterator[Finding]:
@@ -148,8 +152,15 @@ def _state_at_the_call(lab: ManagerLab, mode: str) -> Iterator[Finding]:
     outcomes = lab.try_loads(*tries, known=IN_BACKGROUND)
     for step, outcome in zip(IN_BACKGROUND, outcomes, strict=True):
         words = f"an async save of step {step} does not hold the state at the call"
-        at, where = dict.fromkeys(STATES, step), f"async_mode={mode}"
-        yield from states(outcome, at, steps={}, what=words, coordinate=where)
+        yield from states(
+            outcome,
+            dict.fromkeys(STATES, step),
+            steps={},
+            what=words,
+            coordinate=f"async_mode={mode}",
+            cause="the writer is given, or reads too late, what the job goes on to change",
+            remedy="copy every state before save or maybe_wait_for_staging returns",
+        )
 
 
 def _needs_async(lab: ManagerLab) -> None:

@@ -37,11 +37,31 @@ def retention(lab: Lab) -> Iterator[Finding]:
             (steps / name).mkdir(parents=True)
         lab.managers.run(_save_four, 1, folder, failing)
         left = {path.name for path in steps.iterdir()}
-        for what, names, wrong in (
-            ("steps that keep_latest_k=2 should have kept are gone", ("step-3", "step-4"), True),
-            ("steps older than keep_latest_k=2 are still there", ("step-1", "step-2"), False),
-            ("the seed was removed with the old steps", ("step-0",), True),
-            ("what is no step was removed with the old steps", foreign, True),
+        for what, names, wrong, remedy in (
+            (
+                "steps that keep_latest_k=2 should have kept are gone",
+                ("step-3", "step-4"),
+                True,
+                "count complete steps, the seed not among them",
+            ),
+            (
+                "steps older than keep_latest_k=2 are still there",
+                ("step-1", "step-2"),
+                False,
+                "after a removal that failed, go on with the next one",
+            ),
+            (
+                "the seed was removed with the old steps",
+                ("step-0",),
+                True,
+                "never remove step-0: jobs of other splits start from it",
+            ),
+            (
+                "what is no step was removed with the old steps",
+                foreign,
+                True,
+                "remove folders that are called step-<number>, from first to last letter",
+            ),
         ):
             found = tuple(name for name in names if (name not in left) is wrong)
             if found and not (failing and found == ("step-1",)):
@@ -51,6 +71,7 @@ def retention(lab: Lab) -> Iterator[Finding]:
                     coordinate="the first removal fails" if failing else "",
                     expected="step-0, step-3, step-4, and what is no step",
                     actual=", ".join(sorted(left)),
+                    remedy=remedy,
                 )
 
 
@@ -104,6 +125,7 @@ def export_dtype(lab: Lab) -> Iterator[Finding]:
                     keys=(key,),
                     expected=expected,
                     actual=actual,
+                    remedy="cast floats, and only them, in the copy that is written",
                 )
 
 

@@ -47,6 +47,7 @@ def one_rank(lab: Lab) -> Iterator[Finding]:
             keys=("create_seed_checkpoint",),
             expected="a refusal",
             actual="step-0 was saved",
+            cause="the number of ranks is not looked at",
             remedy="raise where create_seed_checkpoint is on and there is more than one rank",
         )
 
@@ -89,10 +90,12 @@ def _load(manager: Any, folder: str, case: Case, where: str) -> list[Finding]:
     job = Job.start(small_table(), case.degrees, chunks=case.chunks, empty=True)
     with opened(manager, job, folder, load_only=True) as found:
         found.load()
-    loaded = differences(job, {"model": 0}, coordinate=where)
+    remedy = "give each rank its part of step-0, by its place in the whole tensor"
+    loaded = differences(job, {"model": 0}, coordinate=where, remedy=remedy)
     job.train()  # on every rank, whatever this one has found: it is collective
     at = dict.fromkeys(("model", "optimizer", "lr_scheduler"), 1)
-    return loaded or differences(job, at, coordinate=where, what="after the first step")
+    words = {"what": "after the first step", "remedy": "refresh second copies after a load"}
+    return loaded or differences(job, at, coordinate=where, **words)
 
 
 def _training_state(manager: Any, folder: str) -> dict[str, str]:

@@ -9,7 +9,8 @@ from conformance.lab import Lab, NotApplicable
 from conformance.template import Leaf
 from conformance.verdict import Finding
 
-_PACKED = ("float8", "float4", "uint8", "int8")
+# Several values a byte: their shapes are those of the codes.
+_PACKED = ("uint8", "int8", "float4")
 
 
 def exact(lab: Lab) -> Iterator[Finding]:
@@ -17,8 +18,7 @@ def exact(lab: Lab) -> Iterator[Finding]:
     wanted = {
         k: leaf
         for k, leaf in lab.hf.leaves.items()
-        # Packed dtypes hold several values a byte; their shapes are those of the codes.
-        if leaf is not None and not leaf.dtype.startswith(("uint8", "int8", "float4"))
+        if leaf is not None and not leaf.dtype.startswith(_PACKED)
     }
     if not wanted:
         raise NotApplicable(f"{lab.hf.source} gives keys without shapes")

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from conformance.checks._words import by_words, count, first_difference
+from conformance.checks._words import by_template, by_words, count, first_difference
 from conformance.checks.values_drawn import drawn
 from conformance.checks.values_flow import dtensor, load, tied
 from conformance.compare import explain
 from conformance.fingerprint import Positions, State, bits, code_of, same_bits
 from conformance.lab import AdapterRaised, Direction, Lab
-from conformance.subject import template_of
+from conformance.subject import matches, template_of
 from conformance.template import Leaf
 from conformance.verdict import Finding
 
@@ -28,6 +28,9 @@ __all__ = [
     "tied",
 ]
 
+# What the reference gave for a key, and what the adapter gave, digit by digit.
+Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
+
 
 def pinned_export(lab: Lab) -> Iterator[Finding]:
     """Elements written against those that the reference writes."""
@@ -36,7 +39,7 @@ def pinned_export(lab: Lab) -> Iterator[Finding]:
 
 def pinned_import(lab: Lab) -> Iterator[Finding]:
     """Elements read against those that the reference reads from the same files."""
-    written = lab.trace("to_hf", lab.value_native, lab.reference).leaves
+    written = lab.trace("to_hf", lab.value_native, lab.ask).leaves
     # The reference may want keys that the adapter does not write; `keys.exact` says so.
     more = {k: leaf for k, leaf in written.items() if k not in lab.value_hf}
     positions = Positions({**lab.value_hf, **more}, lab.hf_tied)
@@ -46,18 +49,18 @@ def pinned_import(lab: Lab) -> Iterator[Finding]:
 def _pinned(
     lab: Lab, direction: Direction, positions: Positions, known: Collection[str]
 ) -> Iterator[Finding]:
-    """Compare as tensors, pass by pass; decode to elements only what differs.
+    """Compare as tensors, digit by digit; decode to elements only what differs.
 
     `known` are the keys that the reference takes.
     """
     ours_take = lab.value_native if direction == "to_hf" else lab.value_hf
     sources = lab.export.sources if direction == "to_hf" else lab.imported.sources
-    digits: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    digits: dict[str, Pair] = {}
     differ: set[str] = set()
     for which in range(positions.passes):
         state = positions.state(which)
         ours = lab.convert(direction, {k: v for k, v in state.items() if k in ours_take})
-        theirs = getattr(lab.reference, direction)({k: v for k, v in state.items() if k in known})
+        theirs = lab.ask(direction, {k: v for k, v in state.items() if k in known})
         for key, value in theirs.items():
             if key not in ours or not sources.get(key, frozenset()) <= set(known):
                 continue
@@ -66,33 +69,32 @@ def _pinned(
             pair[1].append(ours[key])
             if value.shape == ours[key].shape and not same_bits(value, ours[key]):
                 differ.add(key)
-    chosen = [k for k in digits if k in differ and not (direction == "from_hf" and lab.alias(k))]
-    yield from _differences(
-        direction,
-        positions,
-        {k: positions.decode(digits[k][0]) for k in chosen},
-        {k: positions.decode(digits[k][1]) for k in chosen},
-        f"reference {lab.reference.name}",
-        lab,
-    )
+    chosen = {
+        key: pair
+        for key, pair in digits.items()
+        if key in differ
+        # Lossy keys have other values by right, and a cast is the finding of `dtypes`.
+        and not lab.lossy(key)
+        and not _cast(lab, key, back=direction == "from_hf")
+        and not (direction == "from_hf" and lab.alias(key))
+    }
+    yield from _differences(direction, positions, chosen, f"reference {lab.reference.name}")
 
 
 def _differences(
-    direction: Direction,
-    positions: Positions,
-    wanted: Mapping[str, torch.Tensor],
-    have: Mapping[str, torch.Tensor],
-    oracle: str,
-    lab: Lab,
+    direction: Direction, positions: Positions, pairs: Mapping[str, Pair], oracle: str
 ) -> Iterator[Finding]:
     wrong: dict[str, str] = {}
     details = {}
-    for key, expected in wanted.items():
-        actual = have[key]
+    made_up = []
+    for key, (theirs, ours) in pairs.items():
+        expected, actual = positions.decode(theirs), positions.decode(ours)
         # Another shape is the finding of `shapes`.
-        if lab.lossy(key) or actual.shape != expected.shape or torch.equal(actual, expected):
+        if actual.shape != expected.shape:
             continue
-        if _cast(lab, key, back=direction == "from_hf"):
+        if torch.equal(actual, expected):
+            if theirs[0].dtype == ours[0].dtype:
+                made_up.append(key)
             continue
         found = explain(positions, expected, actual)
         # Numbers in the cause differ from layer to layer; the template of the words does not.
@@ -108,6 +110,19 @@ def _differences(
             actual=first.actual,
             cause=first.cause,
             remedy="compare this direction with the oracle alone: a round trip cannot see it",
+            oracle=oracle,
+        )
+    for keys in by_template(made_up).values():
+        places = (first_difference(*pair) for pair in zip(*pairs[keys[0]], strict=True))
+        at, wanted, have = next(filter(any, places))
+        yield Finding(
+            what=f"{direction} makes up other values for {count(len(keys), 'tensor')}",
+            keys=tuple(keys),
+            coordinate=at,
+            expected=wanted,
+            actual=have,
+            cause="a constant, or a value that is computed: no input holds it",
+            remedy="fill it as the other implementation does, or declare it (lossy) with a reason",
             oracle=oracle,
         )
 
@@ -178,8 +193,6 @@ def _within(
 def _grouped(
     wrong: Mapping[str, tuple[str, str, str]],
 ) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
-    from conformance.checks._words import by_template
-
     for keys in by_template(wrong).values():
         yield wrong[keys[0]], keys
 
@@ -232,7 +245,7 @@ def native_round_trip(lab: Lab) -> Iterator[Finding]:
     state = lab.noise(lab.value_native)
     adapter = lab.adapter()
     back = lab.convert("from_hf", lab.convert("to_hf", state, adapter), adapter)
-    yield from _bits(lab, "from_hf(to_hf(x))", lab.value_native, state, back, lab.positions)
+    yield from _bits(lab, "from_hf(to_hf(x))", "x", state, back, lab.positions)
 
 
 def hf_round_trip(lab: Lab) -> Iterator[Finding]:
@@ -250,25 +263,19 @@ def hf_round_trip(lab: Lab) -> Iterator[Finding]:
         for k, v in back.items()
         if lab.export.sources.get(k, frozenset()) <= there.keys() and not _cast(lab, k)
     }
-    yield from _bits(lab, "to_hf(from_hf(y))", leaves, state, made, lab.hf_positions)
+    yield from _bits(lab, "to_hf(from_hf(y))", "y", state, made, lab.hf_positions)
 
 
 def _as_published(lab: Lab, key: str, leaf: Leaf) -> Leaf:
     """Files are bf16 except where the list, or a declared policy, says otherwise."""
-    try:
-        listed = lab.hf.leaves.get(key)
-    except Exception:
-        listed = None
-    if leaf.dtype not in ("float32", "bfloat16", "float16"):
-        return leaf
-    declared = any(key == k for k in lab.may.dtypes)
-    if declared or (listed is not None and listed.dtype == "float32"):
-        return leaf
-    return Leaf(leaf.shape, "bfloat16")
+    listed = lab.listed.get(key)
+    keeps = matches(key, lab.may.dtypes) or (listed is not None and listed.dtype == "float32")
+    wide = leaf.dtype in ("float32", "bfloat16", "float16")
+    return Leaf(leaf.shape, "bfloat16") if wide and not keeps else leaf
 
 
 def _bits(
-    lab: Lab, what: str, leaves: Mapping[str, Leaf], sent: State, back: State, positions: Positions
+    lab: Lab, what: str, name: str, sent: State, back: State, positions: Positions
 ) -> Iterator[Finding]:
     wrong: dict[str, tuple[str, str]] = {}
     details: dict[str, tuple[str, str, str]] = {}
@@ -279,8 +286,8 @@ def _bits(
         if back[key].numel() != value.numel() or same_bits(value, back[key]):
             continue
         if back[key].dtype != value.dtype:
-            name = str(value.dtype).removeprefix("torch.")
-            details[key] = ("", name, str(back[key].dtype).removeprefix("torch."))
+            sent_as, came_as = (str(v.dtype).removeprefix("torch.") for v in (value, back[key]))
+            details[key] = ("", sent_as, came_as)
             wrong[key] = ("dtype", "the dtype changed on the way")
             continue
         other = back[key].reshape(value.shape)
@@ -292,7 +299,7 @@ def _bits(
     for (kind, cause), keys in by_words(wrong):
         coordinate, expected, actual = details[keys[0]]
         yield Finding(
-            what=f"{what} is not x for {count(len(keys), 'tensor')}"
+            what=f"{what} is not {name} for {count(len(keys), 'tensor')}"
             if kind != "dtype"
             else f"{what} changes the dtype of {count(len(keys), 'tensor')}",
             keys=tuple(keys),

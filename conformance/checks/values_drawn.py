@@ -110,7 +110,7 @@ class Bench:
 
     def _against_reference(self, lab: Lab, whole: State, written: State) -> Iterator[Finding]:
         try:
-            theirs = lab.reference.to_hf(dict(whole))
+            theirs = lab.ask("to_hf", whole)
         except NotApplicable:
             return
         pairs = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,47 @@ def test_an_import_that_raises_leaves_the_checks_of_export_running() -> None:
     assert [c.check for c in report.cells if c.bad] == ["keys.import"]
     assert report.cell("values.pinned-export").verdict == "pass"
     assert report.cell("values.pinned-import").reason == "by keys.import"
+
+
+def test_an_adapter_that_leaves_python_does_not_end_the_run_as_clean() -> None:
+    class Leaves(Right):
+        def to_hf(self, state_dict: State) -> State:
+            sys.exit(0)
+
+    report = check(right.subject("leaves", Leaves, **BLIND), level=1)
+    assert report.exit_code == 1
+    assert "to_hf raised SystemExit: 0" in report.text()
+
+
+class Breaks:
+    """A reference, and whatever else a subject supplies, that raises."""
+
+    name = "theirs"
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("by design")
+
+    to_hf = from_hf = __call__
+
+
+@pytest.mark.parametrize(
+    ("supplied", "check_id", "words"),
+    [
+        ("adapter", "keys.leaves", "the adapter's factory raised RuntimeError: by design"),
+        ("native", "keys.leaves", "the subject's native raised RuntimeError: by design"),
+        ("hf", "keys.exact", "the subject's hf raised RuntimeError: by design"),
+        ("reference", "values.pinned-export", "to_hf of the reference theirs raised RuntimeError"),
+        ("forward", "forward.logits", "the forward pass raised RuntimeError: by design"),
+    ],
+)
+def test_what_a_subject_supplies_may_raise_and_is_named(
+    supplied: str, check_id: str, words: str
+) -> None:
+    subject = replace(right.subject("breaks", **BLIND), **{supplied: Breaks()})
+    report = check(subject, level=4)
+    assert report.cell(check_id).verdict == "fail"
+    assert words in report.text()
+    assert "fault of the gate" not in report.text()
 
 
 def test_a_fault_of_the_gate_is_an_error_not_a_finding_of_the_subject(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from conformance import Capabilities, Report, Subject, check
 from conformance.subject import template_of
 from tests.specimens import right
-from tests.specimens.edits import edited, value
+from tests.specimens.edits import edited, looked_at, value
 from tests.specimens.right import Right, State
 from tests.specimens.specimen import BLIND, TiedRight
 
@@ -109,6 +109,18 @@ class WithoutBias(Right):
         return super().to_hf({k: v for k, v in state_dict.items() if "moe.bias" not in k})
 
 
+class Looks(Right):
+    """Looks at values, as to see whether two names are tied: meta tensors have none."""
+
+    def to_hf(self, state_dict: State) -> State:
+        looked_at(state_dict)
+        return super().to_hf(state_dict)
+
+    def from_hf(self, hf_state_dict: State) -> State:
+        looked_at(hf_state_dict)
+        return super().from_hf(hf_state_dict)
+
+
 def terse(error: str) -> type:
     """Refuses with a message that names nothing."""
 
@@ -145,6 +157,7 @@ TIES = {"head.weight": "tok.weight"}
         (WithoutBias, Capabilities(native_only={"*.moe.bias": "the files have none"})),
         (one_plus, Capabilities(lossy={"*norm.weight": "stored as 1 + w"})),
         (terse("no"), Capabilities()),
+        (Looks, Capabilities()),
     ],
     ids=[
         "empties-its-argument",
@@ -157,6 +170,7 @@ TIES = {"head.weight": "tok.weight"}
         "native-only",
         "declared-arithmetic",
         "terse-errors",
+        "looks-at-values",
     ],
 )
 def test_declared_habits_of_right_adapters_pass(adapter: Any, capabilities: Capabilities) -> None:
@@ -190,17 +204,8 @@ def test_halves_of_a_chunk_interleave_in_memory_and_share_nothing() -> None:
     assert check(right.subject("chunks", Columns, **BLIND), checks=["purity.aliasing"]).ok
 
 
-def test_an_fp32_policy_of_a_bf16_model_is_a_policy() -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_fp32_policy_of_a_bf16_model_is_a_policy(listed: bool) -> None:
     pinned = edited(value("o_proj", lambda v: v.float()))
-    report = check(
-        right.subject(
-            "policy",
-            pinned,
-            **{
-                **BLIND,
-                "capabilities": Capabilities(dtypes={"*.o_proj.weight": "float32"}),
-            },
-        ),
-        checks=["dtypes.policy"],
-    )
-    assert report.ok, report.text()
+    declared = Capabilities(dtypes={"*.o_proj.weight": "float32"})
+    clean(right.subject("policy", pinned, **BLIND | {"listed": listed, "capabilities": declared}))

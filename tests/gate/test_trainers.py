@@ -18,6 +18,7 @@ def test_the_named_check_catches_the_trainer_and_says_what(specimen: Specimen) -
     cell = Bench(specimen.subject()).run(BY_ID[specimen.check])
     assert cell.verdict == "fail", f"{cell.verdict}: {cell.reason}"
     assert named(specimen, cell), cell.findings
+    assert all(finding.remedy for finding in cell.findings), cell.findings
 
 
 def test_every_check_of_jobs_has_a_specimen_that_it_alone_should_catch() -> None:

@@ -111,3 +111,11 @@ def interleaved_to_stacked(v: Any) -> Any:
 def stacked_to_interleaved(v: Any) -> Any:
     first, second = v.chunk(2, dim=1)
     return torch.stack([first, second], dim=2).reshape(v.shape)
+
+
+def looked_at(state: State) -> State:
+    """The dict, after a look at a value of each tensor: meta tensors have none, and raise."""
+    for v in state.values():
+        if v.numel():
+            bool(v.flatten()[0])
+    return state
