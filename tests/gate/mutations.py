@@ -1,27 +1,39 @@
-"""Random edits of a right conversion: rename, swap, drop, permute, transpose, cast, off by one.
+"""Random edits of a right conversion: rename, swap, drop, permute, cast, round, off by one, ...
 
-A mutant applies one edit to what `to_hf` returns, to what `from_hf` is given, or to both so that
-the round trip still closes. It is equivalent when it changes nothing: both directions then give
-the right adapter's results, key for key and bit for bit, on all-different values.
+    python -m tests.gate.mutations [SEED [NUMBER]]
+
+judges so many mutants, and says which checks caught how many. Exit code 1 when one lives.
+
+A mutant applies one edit to what `to_hf` returns, or to what `from_hf` is given, or undoes in the
+second what it does in the first, so that the round trip closes where it can. It is equivalent when
+it changes nothing: both directions then give the right adapter's results, key for key and bit for
+bit, on all-different values.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from conformance.contract import CONTRACT
+from conformance.engine import Bench, one_thread
 from conformance.fingerprint import noise, same_bits
 from conformance.template import Leaf
 from tests.specimens import right
-from tests.specimens.edits import edited
+from tests.specimens.edits import edited, via
 from tests.specimens.right import Right, State
 
 Change = Callable[[State], State]
 SIDES = ("export", "import", "both")
+# Cheapest first; the chapters that a mutant of keys or values can fail.
+CHECKS = [c for c in CONTRACT if c.level <= 2 and c.chapter in ("keys", "shapes", "dtypes")] + [
+    c for c in CONTRACT if c.chapter == "values"
+]
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,12 @@ def _cast(draw: random.Random, keys: list[str]) -> tuple[str, Change, Change]:
     return f"cast {key} to {kind}", *_only(key, lambda v: v.to(kind), lambda v: v.to(was))
 
 
+def _round(draw: random.Random, keys: list[str]) -> tuple[str, Change, Change]:
+    key = draw.choice([k for k in keys if "hash" not in k and "mask" not in k])
+    kind = draw.choice([torch.bfloat16, torch.float16])
+    return f"round {key} to {kind}", *_only(key, via(kind), lambda v: v)
+
+
 def _off_by_one(draw: random.Random, keys: list[str]) -> tuple[str, Change, Change]:
     from conformance.subject import numbers_of, template_of
 
@@ -129,7 +147,10 @@ def _roll(draw: random.Random, keys: list[str]) -> tuple[str, Change, Change]:
     )
 
 
-KINDS = (_rename, _swap, _drop, _permute, _transpose, _flip, _cast, _off_by_one, _roll)
+KINDS = (
+    *(_rename, _swap, _drop, _permute, _transpose),
+    *(_flip, _roll, _cast, _round, _off_by_one),
+)
 
 
 def mutants(seed: int, number: int) -> list[Mutant]:
@@ -143,7 +164,7 @@ def mutants(seed: int, number: int) -> list[Mutant]:
         words, there, again = kind(draw, keys)
         adapter = edited(
             there if side != "import" else None,
-            before_import=again if side != "export" else None,
+            before_import={"export": None, "import": there, "both": again}[side],
         )
         found.append(Mutant(words, side, adapter))
     return found
@@ -164,3 +185,34 @@ def _same(one: State, two: State) -> bool:
     return one.keys() == two.keys() and all(
         one[k].shape == two[k].shape and same_bits(one[k], two[k]) for k in one
     )
+
+
+def caught_by(mutant: Mutant) -> str:
+    """The first check that fails on a mutant, or an empty string."""
+    bench = Bench(right.subject("mutant", mutant.adapter))
+    with one_thread():
+        return next((c.id for c in CHECKS if bench.run(c).verdict == "fail"), "")
+
+
+def judged(seed: int, number: int) -> dict[str, list[str]]:
+    """The words of mutants by what became of them: a check's id, `equivalent` or `alive`."""
+    found: dict[str, list[str]] = {"alive": [], "equivalent": []}
+    for mutant in mutants(seed, number):
+        fate = "equivalent" if equivalent(mutant) else caught_by(mutant) or "alive"
+        found.setdefault(fate, []).append(f"{mutant.side}: {mutant.words}")
+    return found
+
+
+def main(seed: str = "2", number: str = "600") -> int:
+    found = judged(int(seed), int(number))
+    alive, same = found.pop("alive"), found.pop("equivalent")
+    caught = sum(map(len, found.values()))
+    print(f"{number} mutants of seed {seed}: {len(same)} equivalent, {caught} of the other caught")
+    for check, words in sorted(found.items(), key=lambda item: -len(item[1])):
+        print(f"{len(words):6} {check}")
+    print("\n".join(f"alive: {words}" for words in alive) or "none lives")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

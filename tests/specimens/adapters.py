@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.specimens import keys, numbers, pinned, purity, refused, shapes, values
+from tests.specimens import keys, numbers, pinned, purity, refused, shapes, unseen, values
 from tests.specimens.specimen import Specimen
 
 SPECIMENS: tuple[Specimen, ...] = (
@@ -24,4 +24,5 @@ SPECIMENS: tuple[Specimen, ...] = (
     *values.tied(),
     *values.flow(),
     *purity.purity(),
+    *unseen.unseen(),
 )

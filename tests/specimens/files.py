@@ -6,10 +6,12 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from conformance import Subject, codec
 from tests.specimens import right
@@ -109,6 +111,19 @@ class LeavesOut(Plain):
         for key, value in codec.read_indexed(folder).items():
             if key in targets and key in first:
                 targets[key].copy_(value)
+
+
+class RefusesAsTorch(Plain):
+    """Raises what DCP's writers raise, which is no Exception."""
+
+    def save(self, state_dict: dict[str, Any], folder: str, files: Mapping[str, int]) -> None:
+        error = ValueError("hard.bool: no such dtype")
+        raise CheckpointException("save", {0: (error, StackSummary())})
+
+
+def _cut_index(folder: Path) -> None:
+    path = folder / codec.INDEX
+    path.write_text(path.read_text()[:-2])
 
 
 def _empty_file(folder: Path) -> None:
@@ -260,6 +275,8 @@ SPECIMENS: tuple[Specimen, ...] = (
         after(index(lambda c: c["weight_map"].update({"hard.bool": "model-9.safetensors"}))),
         "HFS-03",
     ),
+    _writer("index-cut-short", "files.index", codec.INDEX, after(_cut_index), "HFS-05"),
+    _writer("refuses-as-torch-does", "files.index", "hard.bool", RefusesAsTorch, ""),
     _writer("file-of-78-bytes", "files.index", "model-00001", after(_empty_file), "TIE-03"),
     _writer("file-cut-short", "files.index", "model-00003", after(_cut), "STR-04"),
     _writer(

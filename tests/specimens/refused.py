@@ -8,10 +8,7 @@ import torch
 
 from conformance import Capabilities
 from tests.specimens import right
-from tests.specimens.edits import (
-    drop,
-    edited,
-)
+from tests.specimens.edits import drop, edited, looked_at
 from tests.specimens.right import EXPERTS, Right, State
 from tests.specimens.specimen import BLIND, Specimen
 
@@ -174,6 +171,16 @@ def refused() -> list[Specimen]:
             ),
             "STR-01",
             False,
+            BLIND,
+        ),
+        # A probe among meta tensors would show nothing.
+        Specimen(
+            "unknown-skipped-by-who-looks",
+            "keys.unknown-refused",
+            "gate_probe",
+            edited(before_import=lambda s: drop("gate_probe")(looked_at(s))),
+            "NAM-08",
+            True,
             BLIND,
         ),
         Specimen(

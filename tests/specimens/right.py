@@ -261,7 +261,7 @@ def subject(
     adapter: Callable[..., Any] = Right,
     *,
     listed: bool | Any = True,
-    referenced: bool = True,
+    referenced: bool | Any = True,
     capabilities: Capabilities | None = None,
     **more: Any,
 ) -> Subject:
@@ -272,7 +272,7 @@ def subject(
             name=name,
             adapter=sized(adapter, experts),
             native=native(layers, experts),
-            reference=Reference(experts) if referenced else None,
+            reference=Reference(experts) if referenced is True else None,
             capabilities=capabilities or Capabilities(quantized=True),
         )
 
@@ -281,7 +281,7 @@ def subject(
         adapter=adapter,
         native=native(),
         hf=files() if listed is True else listed or None,
-        reference=Reference() if referenced else None,
+        reference=Reference() if referenced is True else referenced or None,
         capabilities=capabilities or Capabilities(quantized=True),
         resized=resized,
         **more,
