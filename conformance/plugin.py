@@ -102,10 +102,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except CheckpointError as error:
         raise pytest.UsageError(str(error)) from error
     names = list(dict.fromkeys(config.getoption("--ckpt-subject")))
+    if not names or not chosen:
+        raise pytest.UsageError(
+            "nothing would be checked: name a subject with --ckpt-subject (pkg.mod:NAME, a shipped "
+            "family, or titan:<model>/<flavor>), and a level that has checks"
+        )
     metafunc.parametrize(
         "ckpt_cell",
         [pytest.param(Runner(name, c), id=f"{name}::{c.id}") for name in names for c in chosen],
     )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _nothing_ran(terminalreporter, config):
+        terminalreporter.write_line("nothing was checked: that is not a pass")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """The exit code of `torchtitan-ckpt check`, where every cell is n/a or blocked."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == pytest.ExitCode.OK and _nothing_ran(reporter, session.config):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _nothing_ran(reporter: Any, config: pytest.Config) -> bool:
+    """Whether subjects were named on the command line, and all that was run is skipped."""
+    if reporter is None or not config.getoption("--ckpt-subject"):
+        return False
+    found = {kind for kind, reports in reporter.stats.items() if kind and reports}
+    return "skipped" in found and not found & {"passed", "failed", "error", "xfailed", "xpassed"}
 
 
 class Runner:

@@ -107,10 +107,24 @@ def test_unknown_subjects_and_globs_are_told_in_words(project: pytest.Pytester) 
     for option, value, said in (
         ("--ckpt-check", "kez", "*matches 'kez'*"),
         ("--ckpt-contract", "2099.01", "*no version '2099.01' of the contract*"),
+        ("--ckpt-level", "0", "*nothing would be checked*"),
     ):
         result = run(project, "--pyargs", "conformance", "--ckpt-subject", "x", option, value)
         assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
         result.stdout.fnmatch_lines([said])
+
+
+def test_a_run_without_a_subject_is_no_pass(project: pytest.Pytester) -> None:
+    result = run(project, "--pyargs", "conformance")
+    assert result.ret in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR)
+    result.stdout.fnmatch_lines(["*nothing would be checked: name a subject with --ckpt-subject*"])
+
+
+def test_cells_that_are_all_not_applicable_are_no_pass(project: pytest.Pytester) -> None:
+    chosen = ("--ckpt-subject", "tests.gate.test_engine:SUBJECT", "--ckpt-check", "resume.*")
+    result = run(project, "--pyargs", "conformance", *chosen)
+    assert result.ret == 5
+    result.stdout.fnmatch_lines(["nothing was checked: that is not a pass"])
 
 
 def test_an_expected_id_that_the_contract_does_not_have_fails(pytester: pytest.Pytester) -> None:
