@@ -18,6 +18,8 @@ from conformance import ranks
 from conformance.ranks import RankPool, RanksFailed
 from torchtitan_ckpt.errors import MismatchError, Problem
 
+FREED = 50.0  # seconds; on a quiet machine it takes one
+
 
 def add_up(base: int, *, factor: int = 1) -> tuple[int, int, int]:
     value = torch.tensor(base + dist.get_rank() * factor)
@@ -71,6 +73,13 @@ def split_and_die() -> None:
     dist.barrier()
 
 
+@pytest.fixture
+def patient(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> RankPool:
+    """The pool with so long a grace that ranks which end within FREED were freed by their peers."""
+    monkeypatch.setattr(pool, "_grace", 3 * FREED)
+    return pool
+
+
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_results_in_rank_order(pool: RankPool, n: int) -> None:
     total = sum(10 + 3 * rank for rank in range(n))
@@ -90,11 +99,11 @@ def test_ranks_compute_with_one_thread(pool: RankPool) -> None:
     assert pool.run(threads, 2) == [1, 1]
 
 
-def test_a_rank_that_raises_is_the_first_cause(pool: RankPool) -> None:
+def test_a_rank_that_raises_is_the_first_cause(patient: RankPool) -> None:
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 2 fails on purpose") as caught:
-        pool.run(raise_on, 4, 2, timeout=30)
-    assert time.monotonic() - begin < 10
+        patient.run(raise_on, 4, 2)
+    assert time.monotonic() - begin < FREED
     first = caught.value.first
     assert (first.rank, first.kind) == (2, "raised")
     assert "raise_on" in first.traceback
@@ -102,16 +111,16 @@ def test_a_rank_that_raises_is_the_first_cause(pool: RankPool) -> None:
     assert isinstance(first.error, MismatchError)
     assert first.error.problems[0].code == "a.b"
     assert {f.rank for f in caught.value.failures} == {0, 1, 2, 3}
-    assert pool.run(add_up, 4, 0) == [(rank, 4, 6) for rank in range(4)]
+    assert patient.run(add_up, 4, 0) == [(rank, 4, 6) for rank in range(4)]
 
 
-def test_a_rank_that_dies(pool: RankPool) -> None:
+def test_a_rank_that_dies(patient: RankPool) -> None:
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match="killed by SIGKILL") as caught:
-        pool.run(die_on, 3, 1, timeout=30)
-    assert time.monotonic() - begin < 10
+        patient.run(die_on, 3, 1)
+    assert time.monotonic() - begin < FREED
     assert (caught.value.first.rank, caught.value.first.kind) == (1, "died")
-    assert pool.run(add_up, 3, 0) == [(rank, 3, 3) for rank in range(3)]
+    assert patient.run(add_up, 3, 0) == [(rank, 3, 3) for rank in range(3)]
 
 
 def test_a_rank_that_exits(pool: RankPool) -> None:
@@ -122,6 +131,7 @@ def test_a_rank_that_exits(pool: RankPool) -> None:
 
 
 def test_a_rank_that_hangs_shows_its_stack_in_time(pool: RankPool) -> None:
+    pool.run(add_up, 3, 0)  # imports this module, which takes a busy machine seconds
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match=r"no answer in 3 s") as caught:
         pool.run(hang_on, 3, 1, timeout=3)
@@ -132,12 +142,12 @@ def test_a_rank_that_hangs_shows_its_stack_in_time(pool: RankPool) -> None:
     assert pool.run(add_up, 3, 0) == [(rank, 3, 3) for rank in range(3)]
 
 
-def test_peers_in_another_group_are_freed(pool: RankPool) -> None:
+def test_peers_in_another_group_are_freed(patient: RankPool) -> None:
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match="ValueError: outside"):
-        pool.run(split_and_die, 3, timeout=30)
-    assert time.monotonic() - begin < 10
-    assert len(pool.run(pid, 3)) == 3
+        patient.run(split_and_die, 3)
+    assert time.monotonic() - begin < FREED
+    assert len(patient.run(pid, 3)) == 3
 
 
 def test_only_the_ranks_of_a_failed_call_are_replaced(pool: RankPool) -> None:
@@ -187,7 +197,7 @@ def test_processes_that_start_too_late_are_not_kept(monkeypatch: pytest.MonkeyPa
     with RankPool(2) as pool:
         with monkeypatch.context() as hurry:
             hurry.setattr(ranks, "_START_LIMIT", 0.0)
-            with pytest.raises(RuntimeError, match="rank process 0 did not start in 0 s"):
+            with pytest.raises(RuntimeError, match=r"rank process [01] did not start in 0 s"):
                 pool.run(pid, 2)
         assert pool.run(add_up, 2, 3) == [(0, 2, 7), (1, 2, 7)]
         assert pool.started == 4
