@@ -67,18 +67,11 @@ def _imported(name: str) -> Subject:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise NotFoundError(
-            Problem(
-                code="check.no-module",
-                what=f"module {module_name!r} cannot be imported",
-                where=name,
-                cause=str(error),
-                fix="run from the folder that holds it",
-            )
-        ) from error
-    found = module
+        found = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script without a guard may even leave Python
+        raise _not_imported(name, module_name, error) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = nearest(part, vars(found)) if hasattr(found, "__dict__") else None
@@ -102,3 +95,20 @@ def _imported(name: str) -> Subject:
             )
         )
     return found
+
+
+def _not_imported(name: str, module: str, error: BaseException) -> NotFoundError:
+    fix = 'correct it; what it does as a script belongs under `if __name__ == "__main__":`'
+    absent = error.name if isinstance(error, ModuleNotFoundError) else None
+    if absent is not None:
+        own = f"{module}.".startswith(f"{absent}.")
+        fix = "run from the folder that holds it" if own else f"install {absent}, which it imports"
+    return NotFoundError(
+        Problem(
+            code="check.no-module",
+            what=f"module {module!r} cannot be imported",
+            where=name,
+            cause=f"{type(error).__name__}: {error}",
+            fix=fix,
+        )
+    )

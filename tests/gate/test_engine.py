@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,24 @@ def test_subjects_are_found_by_name() -> None:
         check("qwen")
     with pytest.raises(ConfigError, match="not a Subject"):
         check("tests.gate.test_engine:DROPS.__name__")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import no_such_library", "install no_such_library, which it imports"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("1 +", "SyntaxError: "),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_the_cause(
+    source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(NotFoundError, match="cannot be imported") as caught:
+        check("odd_module:SUBJECT")
+    assert words in str(caught.value)
 
 
 SUBJECT = right.subject("by-name", **BLIND)
