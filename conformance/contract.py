@@ -25,8 +25,7 @@ class Check:
 
     `needs` are inputs of a Subject without which it is n/a. `runs` are the directions that must
     not raise on the whole model, and `after` the checks that must not have failed: otherwise the
-    clause is blocked, so that one root cause is told once. `kinds` are those of the fault that it
-    is there for, as the specimens have them.
+    clause is blocked, so that one root cause is told once.
     """
 
     id: str
@@ -35,7 +34,6 @@ class Check:
     needs: tuple[str, ...] = ("adapter", "native")
     runs: tuple[str, ...] = ("to_hf", "from_hf")
     after: tuple[str, ...] = ()
-    kinds: str = ""
     since: str = "2026.12"
 
     @property
@@ -72,13 +70,13 @@ _WHOLE = (
 )
 
 
-def _manager(check_id: str, why: str, kinds: str, *, after: tuple[str, ...] = ()) -> Check:
-    """A clause for managers, and the kinds of fault (of public bug reports) it is there for.
+def _manager(check_id: str, why: str, *, after: tuple[str, ...] = ()) -> Check:
+    """A clause for managers.
 
-    A clause that wants a refusal comes after one that wants a load: a manager that refuses
-    everything has not passed it.
+    One that wants a refusal comes after one that wants a load: a manager that refuses everything
+    has not passed it.
     """
-    return Check(check_id, 5, why, ("manager",), (), after, kinds)
+    return Check(check_id, 5, why, ("manager",), (), after)
 
 
 CONTRACT: tuple[Check, ...] = (
@@ -132,132 +130,83 @@ CONTRACT: tuple[Check, ...] = (
         ("adapter", "native", "forward"),
         after=("keys.total",),
     ),
-    Check(
-        "reshard.shapes",
-        5,
-        "A shape does not depend on the split of its tensor.",
-        kinds="LAY-05, GEO-01",
-    ),
+    Check("reshard.shapes", 5, "A shape does not depend on the split of its tensor."),
     Check(
         "reshard.convert",
         5,
         "Every split converts, to what one rank gives.",
         after=("values.dtensor", "reshard.shapes"),
-        kinds="FUS-03, LAY-01, LAY-07, GEO-05, GEO-11",
     ),
-    Check("reshard.placements", 5, "Import splits a tensor as the model does.", kinds="LAY-02"),
-    _manager(
-        "reshard.full",
-        "A state saved under one split loads under another.",
-        "GEO-01, GEO-08, GEO-10, GEO-11, OPT-18",
-    ),
-    _manager("reshard.next-step", "The step after a reshard equals the unsplit one.", "REF-01"),
+    Check("reshard.placements", 5, "Import splits a tensor as the model does."),
+    _manager("reshard.full", "A state saved under one split loads under another."),
+    _manager("reshard.next-step", "The step after a reshard equals the unsplit one."),
     _manager(
         "reshard.dataloader",
         "Another data degree keeps the position or raises.",
-        "DAT-01",
         after=("reshard.full",),
     ),
     _manager(
         "reshard.replicas",
         "A plain tensor that ranks disagree about raises.",
-        "GEO-01, DAT-05",
         after=("reshard.full",),
     ),
-    _manager(
-        "reshard.hf",
-        "HF files hold the whole model under every split.",
-        "FUS-01, LAY-01, DTY-02, HFS-07",
-    ),
-    _manager("seed.ranks", "A seed of one rank loads under every split.", "GEO-01, GEO-12"),
-    _manager("seed.fresh", "A seed gives the model only.", "SEL-08"),
-    _manager(
-        "seed.one-rank", "A seed made by several ranks raises.", "SEL-07", after=("seed.fresh",)
-    ),
+    _manager("reshard.hf", "HF files hold the whole model under every split."),
+    _manager("seed.ranks", "A seed of one rank loads under every split."),
+    _manager("seed.fresh", "A seed gives the model only."),
+    _manager("seed.one-rank", "A seed made by several ranks raises.", after=("seed.fresh",)),
     _manager(
         "seed.other-model",
         "A seed of another model raises, and changes nothing.",
-        "STR-01, STR-04, DTY-05",
         after=("seed.fresh",),
     ),
-    _manager("resume.newest", "The newest step is the one with the highest number.", "STP-06"),
-    _manager("resume.names", "Only step-<number> is a step.", "STP-06, PRG-04"),
-    _manager("resume.unfinished", "A step that was never completed is passed over.", "STP-02"),
-    _manager("resume.half-deleted", "A step that lacks a file is passed over.", "STP-02, ASY-01"),
-    _manager("resume.load-step", "A named step is loaded, or raises if absent.", "STP-05"),
-    _manager(
-        "resume.initial",
-        "initial_load_path starts a job that has no step.",
-        "STP-04, SEL-06, BUF-01",
-    ),
-    _manager("resume.model-only", "A model-only last step hides no full one.", "STP-02"),
-    _manager(
-        "resume.uninterrupted",
-        "Two resumes equal the job never stopped.",
-        "REF-04, REF-05, DAT-02, DAT-06, OPT-07",
-    ),
-    _manager(
-        "resume.stream",
-        "The data goes on in the middle of its sample.",
-        "DAT-03, DAT-04",
-    ),
-    _manager(
-        "resume.async", "An async save holds the state at the call.", "ASY-05, ASY-07, ASY-08"
-    ),
-    _manager("resume.pinned", "So does one staged in pinned memory.", "ASY-05, ASY-07, ASY-08"),
-    _manager("resume.modes", "What one async mode saves, every mode saves.", "ASY-02"),
+    _manager("resume.newest", "The newest step is the one with the highest number."),
+    _manager("resume.names", "Only step-<number> is a step."),
+    _manager("resume.unfinished", "A step that was never completed is passed over."),
+    _manager("resume.half-deleted", "A step that lacks a file is passed over."),
+    _manager("resume.load-step", "A named step is loaded, or raises if absent."),
+    _manager("resume.initial", "initial_load_path starts a job that has no step."),
+    _manager("resume.model-only", "A model-only last step hides no full one."),
+    _manager("resume.uninterrupted", "Two resumes equal the job never stopped."),
+    _manager("resume.stream", "The data goes on in the middle of its sample."),
+    _manager("resume.async", "An async save holds the state at the call."),
+    _manager("resume.pinned", "So does one staged in pinned memory."),
+    _manager("resume.modes", "What one async mode saves, every mode saves."),
     _manager(
         "resume.async-error",
         "A failed async save raises at the next call.",
-        "ASY-09",
         after=("resume.async",),
     ),
-    _manager("resume.async-load", "A load during an async save gets a whole step.", "ASY-06"),
-    _manager("resume.begun", "A step counts when complete, not when begun.", "ASY-03, PRG-01"),
-    _manager("resume.overwrite", "A step saved again is all old or all new.", "ASY-01"),
-    _manager(
-        "resume.retention",
-        "keep_latest_k removes the oldest, nothing else.",
-        "PRG-03, PRG-04, PRG-05",
-    ),
-    _manager("resume.export-dtype", "The last save has the dtype asked for.", "DTY-01, DTY-02"),
-    _manager(
-        "exclude.subsets", "Excluded states keep their values, others load.", "SEL-03, SEL-06"
-    ),
+    _manager("resume.async-load", "A load during an async save gets a whole step."),
+    _manager("resume.begun", "A step counts when complete, not when begun."),
+    _manager("resume.overwrite", "A step saved again is all old or all new."),
+    _manager("resume.retention", "keep_latest_k removes the oldest, nothing else."),
+    _manager("resume.export-dtype", "The last save has the dtype asked for."),
+    _manager("exclude.subsets", "Excluded states keep their values, others load."),
     _manager(
         "exclude.unknown",
         "An unknown name in exclude_from_loading raises.",
-        "SEL-01",
         after=("exclude.subsets",),
     ),
     _manager(
-        "exclude.coupled",
-        "The optimizer without its scheduler raises.",
-        "SEL-02",
-        after=("exclude.subsets",),
+        "exclude.coupled", "The optimizer without its scheduler raises.", after=("exclude.subsets",)
     ),
-    _manager("optimizer.none", "None in a state saves and comes back.", "OPT-05"),
+    _manager("optimizer.none", "None in a state saves and comes back."),
     _manager(
         "optimizer.none-over-moments",
         "None never replaces a healthy moment.",
-        "OPT-05",
         after=("resume.newest",),
     ),
-    _manager("optimizer.gradients", "Gradients present change nothing.", "OPT-16"),
-    _manager("optimizer.stateless", "No state stays no state.", "OPT-04"),
-    _manager("optimizer.dtypes", "State keeps its types and dtypes.", "OPT-01, OPT-19, DAT-07"),
-    _manager("optimizer.by-name", "State belongs to names, not to positions.", "OPT-08, OPT-13"),
-    _manager("optimizer.tied", "A tied pair stays one tensor under any name.", "OPT-06, TIE-06"),
-    _manager("optimizer.groups", "Each group keeps its hyperparameters.", "OPT-15, OPT-17"),
-    _manager(
-        "optimizer.older-file",
-        "Hyperparameters newer than the file keep theirs.",
-        "OPT-03, OPT-14",
-    ),
-    _manager("optimizer.no-gradient", "A parameter without state stays without.", "OPT-10"),
-    _manager("optimizer.frozen", "A frozen parameter keeps its moments.", "OPT-02"),
-    _manager("optimizer.swapped", "Moments told to lie in host memory come back.", "OPT-05"),
-    _manager("optimizer.emptied", "Emptied storage is refused by name.", "OPT-05"),
+    _manager("optimizer.gradients", "Gradients present change nothing."),
+    _manager("optimizer.stateless", "No state stays no state."),
+    _manager("optimizer.dtypes", "State keeps its types and dtypes."),
+    _manager("optimizer.by-name", "State belongs to names, not to positions."),
+    _manager("optimizer.tied", "A tied pair stays one tensor under any name."),
+    _manager("optimizer.groups", "Each group keeps its hyperparameters."),
+    _manager("optimizer.older-file", "Hyperparameters newer than the file keep theirs."),
+    _manager("optimizer.no-gradient", "A parameter without state stays without."),
+    _manager("optimizer.frozen", "A frozen parameter keeps its moments."),
+    _manager("optimizer.swapped", "Moments told to lie in host memory come back."),
+    _manager("optimizer.emptied", "Emptied storage is refused by name."),
     Check("job.unchanged", 5, "A job that learns nothing gives its files back.", _JOB, ()),
     Check("job.resume", 5, "A resumed job equals one that was never stopped.", _JOB, ()),
     Check("job.export", 5, "What a job exports is its last step under the files' keys.", _JOB, ()),

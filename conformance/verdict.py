@@ -57,7 +57,6 @@ class Cell:
     verdict: Verdict
     reason: str = ""
     findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
 
