@@ -10,7 +10,7 @@ overridden. This module looks at no disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -145,6 +145,9 @@ def validate(
     """
     if not config.enable:
         return
+    problems = list(_types(config))
+    if problems:  # no other rule can be asked of such values
+        raise ConfigError(*problems)
     problems = [
         *_values(config),
         *_exclusions(config, states),
@@ -192,6 +195,28 @@ def _problem(
         cause=cause,
         fix=fix,
     )
+
+
+_TYPES: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: hasattr(value, "__index__")),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "str | None": ("text, or None", lambda value: value is None or isinstance(value, str)),
+    "list[str]": (
+        "a list of texts",
+        lambda value: isinstance(value, list | tuple) and all(isinstance(v, str) for v in value),
+    ),
+}
+
+
+def _types(config: CheckpointConfig) -> Iterator[Problem]:
+    """What a command line cannot get wrong and Python code can."""
+    for item in fields(CheckpointConfig):
+        wanted, fits = _TYPES.get(str(item.type), ("", lambda _: True))
+        value = getattr(config, item.name)
+        if not fits(value):
+            kind = type(value).__name__
+            yield _problem(item.name, value, wanted, f"give {wanted}, not a {kind}", code="type")
 
 
 def _values(config: CheckpointConfig) -> Iterator[Problem]:

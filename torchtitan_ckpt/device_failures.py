@@ -137,6 +137,14 @@ def _device_failure(error: BaseException) -> Problem | None:
             actual=_first_line(text),
             fix="free or swap out tensors first, or save with a smaller staging window",
         )
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return Problem(
+            code="device.host-memory",
+            what="this host ran out of memory",
+            actual=_first_line(text),
+            fix="give the job more, or stage less: checkpoint.async_mode disabled keeps no copy of "
+            "the state",
+        )
     found = _CODE.search(text)
     if not found or isinstance(error, DeviceError):
         return None

@@ -16,6 +16,7 @@ from torchtitan_ckpt.formats import hf
 from torchtitan_ckpt.job import JobState
 from torchtitan_ckpt.state.model import export_state_dict, pinned_fp32
 from torchtitan_ckpt.state.tensors import local_bytes
+from torchtitan_ckpt.state.theirs import converted
 
 
 def native_model(job: JobState, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -27,9 +28,9 @@ def native_model(job: JobState, dtype: torch.dtype | None) -> dict[str, Any]:
 def hf_model(job: JobState, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, Any]:
     """The model under its Hugging Face names. Pinned are what the model and the family pin."""
     if not isinstance(adapter, MappingAdapter):
-        return adapter.to_hf(native_model(job, dtype))
+        return converted(adapter, "to_hf", native_model(job, dtype))
     name = str(dtype).removeprefix("torch.")
-    return adapter.cast(adapter.to_hf(job.model_state()), name)
+    return adapter.cast(converted(adapter, "to_hf", job.model_state()), name)
 
 
 def save_hf(

@@ -7,7 +7,7 @@ How each part is flattened is the affair of `state`; files are that of `formats`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -98,7 +98,7 @@ class JobState:
                 expected="an object with state_dict and load_state_dict, or a dict",
                 fix="give it the two methods",
             )
-            for name, value in self.objects.items()
+            for name, value in self._all_parts()
             if not (isinstance(value, MutableMapping) or _has_methods(value))
         ]
         problems += [
@@ -106,6 +106,12 @@ class JobState:
             for name in sorted(heads)
         ]
         return problems
+
+    def _all_parts(self) -> Iterator[tuple[str, Any]]:
+        for name, parts in ((OPTIMIZER, self.optimizers), (LR_SCHEDULER, self.lr_schedulers)):
+            several = isinstance(parts, Iterable) and not hasattr(parts, "state_dict")
+            yield from ((name, part) for part in (parts if several else filter(None, [parts])))
+        yield from self.objects.items()
 
     def state_of(self, key: str) -> str:
         """The name of the state that a key of a checkpoint belongs to."""

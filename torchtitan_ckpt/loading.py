@@ -30,6 +30,7 @@ from torchtitan_ckpt.mapping.rule import HF, HfOnly, Tied
 from torchtitan_ckpt.state import rng
 from torchtitan_ckpt.state.model import load_model_state_dict
 from torchtitan_ckpt.state.tensors import local_bytes
+from torchtitan_ckpt.state.theirs import converted
 
 _WINDOW = 64 << 20  # bytes that are compared at a time
 
@@ -134,7 +135,7 @@ def load_hf(
         if isinstance(adapter, MappingAdapter):
             specs = _planned(adapter, native)
         else:
-            template = _tensors(adapter.to_hf(dict(native)), adapter)
+            template = _tensors(converted(adapter, "to_hf", dict(native)), adapter)
             specs = {key: strict.spec(value) for key, value in template.items()}
     excused = (*config.excuse_mismatch, *_declared(adapter, logical))
     fit = strict.compare(
@@ -177,7 +178,8 @@ def load_hf(
                 progress=told,
             )
             # An adapter may leave native-only buffers out; they keep their own values.
-            load_model_state_dict(job.parts, {**native, **adapter.from_hf(template)})
+            ours = converted(adapter, "from_hf", template)
+            load_model_state_dict(job.parts, {**native, **ours})
     quantized = f", {len(found)} of them dequantized" if found else ""
     return [f"{len(logical.tensors)} tensors were read{quantized}", *fit.notes]
 
@@ -209,20 +211,20 @@ def _planned(adapter: MappingAdapter, native: Mapping[str, Any]) -> dict[str, st
     }
 
 
-def _tensors(converted: Mapping[str, Any], adapter: StateDictAdapter) -> dict[str, Any]:
+def _tensors(state: Mapping[str, Any], adapter: StateDictAdapter) -> dict[str, Any]:
     """The template of a load; a value that is no tensor is the adapter's fault."""
-    wrong = [key for key, value in converted.items() if not isinstance(value, torch.Tensor)]
+    wrong = [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise MappingError(
             Problem(
                 code="adapter.not-a-tensor",
                 what="The adapter's to_hf gave values that are not tensors.",
                 where=f"{type(adapter).__name__}: {wrong[0]}",
-                actual=type(converted[wrong[0]]).__name__,
+                actual=type(state[wrong[0]]).__name__,
                 fix="torchtitan-ckpt check shows what is wrong with an adapter",
             )
         )
-    return dict(converted)
+    return dict(state)
 
 
 def _declared(adapter: StateDictAdapter, manifest: Manifest) -> list[str]:

@@ -8,6 +8,7 @@ It has torchtitan's interface and does what the checkpoint guide says. No tensor
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,7 +71,7 @@ class CheckpointManager:
         dataloader: Any = None,
         states: Mapping[str, Any] | None = None,
         sd_adapter: StateDictAdapter | None = None,
-        base_folder: str = "",
+        base_folder: str | os.PathLike[str] = "",
         hf_assets_path: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         replica: Replica | None = None,
@@ -86,6 +87,7 @@ class CheckpointManager:
         self._adapter = sd_adapter
         self._hf_assets_path = hf_assets_path or getattr(sd_adapter, "hf_assets_path", None)
         self._ranks = Ranks.current(process_group)
+        base_folder = os.fspath(base_folder or "")
         with self._ranks.together("checking the options"):
             model = self._job.model_state()
             options.validate(

@@ -14,7 +14,7 @@ from torch import nn
 from tests.files.toy import Job, Toy, same_state
 from torchtitan_ckpt import CheckpointManager
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, MismatchError, SaveError
-from torchtitan_ckpt.formats import dcp_save
+from torchtitan_ckpt.formats import dcp_save, hf
 
 
 def manager(folder: Path, model: nn.Module | None = None, **states: Any) -> CheckpointManager:
@@ -70,6 +70,49 @@ def test_a_state_without_methods_is_refused_at_once(tmp_path: Path, value: Any) 
     with pytest.raises(ConfigError, match="state_dict and load_state_dict") as caught:
         manager(tmp_path, mine=value)
     assert [p.code for p in caught.value.problems] == ["config.state-methods"]
+
+
+@pytest.mark.parametrize("part", ["optimizers", "lr_schedulers"])
+@pytest.mark.parametrize("value", [[5], 5])
+def test_optimizers_and_schedulers_are_looked_at_at_once_too(
+    tmp_path: Path, part: str, value: Any
+) -> None:
+    config = CheckpointManager.Config(enable=True)
+    with pytest.raises(ConfigError, match=r"config\.state-methods"):
+        CheckpointManager(
+            config, model_parts=nn.Linear(3, 2), base_folder=str(tmp_path), **{part: value}
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("interval", "5", "a whole number"),
+        ("keep_latest_k", 2.5, "a whole number"),
+        ("exclude_from_loading", "optimizer", "a list of texts"),
+        ("excuse_mismatch", [5], "a list of texts"),
+        ("folder", None, "text"),
+        ("initial_load_path", Path("x"), "text, or None"),
+        ("enable_first_step_checkpoint", "false", "True or False"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(
+    tmp_path: Path, option: str, value: Any, rule: str
+) -> None:
+    config = CheckpointManager.Config(enable=True, **{option: value})
+    with pytest.raises(ConfigError) as caught:
+        CheckpointManager(config, model_parts=nn.Linear(3, 2), base_folder=str(tmp_path))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.expected) == ("config.type", rule)
+    assert option in problem.what
+
+
+def test_the_base_folder_may_be_a_path(tmp_path: Path) -> None:
+    config = CheckpointManager.Config(enable=True, interval=1)
+    mine = CheckpointManager(config, model_parts=nn.Linear(3, 2), base_folder=tmp_path / "a b")
+    assert mine.save(1)
+    mine.close()
+    assert (tmp_path / "a b/checkpoint/step-1").is_dir()
 
 
 @pytest.mark.parametrize("step", [10.0, "10", None, torch.tensor(2.5)])
@@ -171,3 +214,9 @@ def test_states_of_the_caller_are_restored_before_ours(tmp_path: Path) -> None:
             again.manager.load()
         assert again.scheduler.last_epoch == 0
         assert not again.optimizer.state
+
+
+def test_safetensors_hold_no_name_that_is_not_utf8(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="a key that is no text"):
+        hf.save({os.fsdecode(b"w\xff"): torch.ones(2), "w": torch.ones(3)}, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists() or not any((tmp_path / "hf").iterdir())

@@ -6,10 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
-from torchtitan_ckpt.errors import CheckpointError, MismatchError, Problem, SaveError
+from torchtitan_ckpt.errors import (
+    CheckpointError,
+    DeviceError,
+    MappingError,
+    MismatchError,
+    Problem,
+    SaveError,
+)
 from torchtitan_ckpt.state.dataloader import dataloader_state_dict, load_dataloader_state
+from torchtitan_ckpt.state.model import load_model_state_dict, model_state_dict
 from torchtitan_ckpt.state.objects import load_object_state, object_state_dict
+from torchtitan_ckpt.state.scheduler import scheduler_state_dict
+from torchtitan_ckpt.state.theirs import converted
 
 
 class Theirs:
@@ -68,6 +82,63 @@ def test_a_state_that_is_refused_is_said(
     assert problem.code == code
     assert __file__ in problem.where
     assert problem.actual == "KeyError: 'tokens'"
+
+
+class Adapter:
+    def __init__(self, gives: Callable[[], Any]) -> None:
+        self._gives = gives
+
+    def to_hf(self, state: dict[str, Any]) -> Any:
+        return self._gives()
+
+    from_hf = to_hf
+
+
+@pytest.mark.parametrize("method", ["to_hf", "from_hf"])
+@pytest.mark.parametrize(
+    ("gives", "code", "text"),
+    [
+        (fails, "adapter.failed", "KeyError: 'my key'"),
+        (lambda: None, "adapter.no-dict", "NoneType"),
+    ],
+)
+def test_an_adapter_that_fails_is_named(
+    method: str, gives: Callable[[], Any], code: str, text: str
+) -> None:
+    """At the end of a training, on one rank of many."""
+    with pytest.raises(MappingError) as caught:
+        converted(Adapter(gives), method, {})
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.actual) == (code, text)
+    assert f"test_state_theirs.Adapter.{method}" in problem.where
+    assert "torchtitan-ckpt check" in problem.fix
+
+
+def test_a_device_that_fails_in_their_code_is_told_as_such() -> None:
+    def no_memory() -> Any:
+        torch.empty(2**60)
+
+    with pytest.raises(DeviceError, match="host ran out of memory"):
+        object_state_dict(Theirs(no_memory))
+
+
+def test_hooks_of_modules_and_schedulers_are_their_code_too() -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("my key")
+
+    module = nn.Linear(3, 2)
+    scheduler = StepLR(SGD(module.parameters()), 2)
+    scheduler.state_dict = fail  # type: ignore[method-assign]
+    with pytest.raises(SaveError, match="StepLR could not give its state"):
+        scheduler_state_dict(scheduler)
+    state = model_state_dict(module)
+    handle = module.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(MismatchError, match="KeyError: 'my key'"):
+        load_model_state_dict(module, state)
+    handle.remove()
+    module.register_state_dict_post_hook(fail)
+    with pytest.raises(SaveError, match="Linear could not give its state"):
+        model_state_dict(module)
 
 
 def deep() -> dict[str, Any]:

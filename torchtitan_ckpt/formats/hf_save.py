@@ -128,8 +128,10 @@ def _describe(
                 local_boxes(value)
             except ValueError as error:
                 reason = str(error)
-        if reason or not isinstance(key, str):
-            bad.setdefault(reason or "a key that is no text", []).append(str(key))
+        if not (isinstance(key, str) and _is_utf8(key)):
+            reason = "a key that is no text"
+        if reason:
+            bad.setdefault(reason, []).append(str(key))
             continue
         tensors[key] = value
         shape, dtype = tuple(value.shape), NAMES[value.dtype]
@@ -145,6 +147,14 @@ def _describe(
     if problems:
         raise SaveError(*problems)
     return tensors, described
+
+
+def _is_utf8(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unsavable(value: Any) -> str:

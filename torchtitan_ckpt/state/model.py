@@ -19,6 +19,7 @@ from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys,
 from torchtitan_ckpt.state.leaves import why_not_storable
 from torchtitan_ckpt.state.names import Canonical, as_parts
 from torchtitan_ckpt.state.tensors import distribute, is_emptied, same_bits, same_tensor
+from torchtitan_ckpt.state.theirs import state_of
 
 Parts = nn.Module | Iterable[nn.Module]
 
@@ -104,13 +105,13 @@ def load_model_state_dict(
                 values[raw] = _placed(given[key], current) if key in given else current
         try:
             part.load_state_dict(values, strict=True)
-        except RuntimeError as error:
+        except Exception as error:
             raise MismatchError(
                 Problem(
                     code="model.load",
                     what="the module refused its own names",
                     where=type(part).__name__,
-                    actual=str(error),
+                    actual=f"{type(error).__name__}: {error}",
                     cause="a load hook that is not the inverse of the state-dict hook",
                 )
             ) from error
@@ -161,7 +162,7 @@ def export_state_dict(
 def _part_state(part: nn.Module) -> dict[str, Any]:
     canonical = Canonical(part)
     state: dict[str, Any] = {}
-    for raw, value in part.state_dict().items():
+    for raw, value in state_of(part).items():
         key = canonical(raw)
         if key in state and not _may_repeat(key, state[key], value, part):
             raise SaveError(

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError
 from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state.leaves import UNREAD, Unread, why_not_storable
+from torchtitan_ckpt.state.theirs import state_of
 
 Schedulers = LRScheduler | Iterable[LRScheduler]
 
@@ -39,7 +40,7 @@ def scheduler_state_dict(schedulers: Schedulers) -> dict[str, Any]:
         return flat
     problems = []
     for index, scheduler in enumerate(found):
-        state = _plain(scheduler.state_dict())
+        state = _plain(state_of(scheduler))
         if (why := why_not_storable(state)) is not None:
             problems.append(
                 Problem(
