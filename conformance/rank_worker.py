@@ -186,7 +186,8 @@ def _forget_meshes() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed"):
             for value in list(vars(module).values()):
-                if isinstance(value, functools._lru_cache_wrapper):
+                # Not isinstance: it asks the value for its class, and deprecated ones warn of that.
+                if type(value) is functools._lru_cache_wrapper:
                     value.cache_clear()
 
 

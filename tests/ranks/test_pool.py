@@ -9,12 +9,13 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from conformance import ranks
+from conformance import rank_worker, ranks
 from conformance.ranks import RankPool, RanksFailed
 from torchtitan_ckpt.errors import MismatchError, Problem
 
@@ -191,6 +192,12 @@ def test_two_pools_do_not_meet(pool: RankPool) -> None:
     with RankPool(2) as other:
         assert other.run(add_up, 2, 5) == [(0, 2, 11), (1, 2, 11)]
         assert not set(other.run(pid, 2)) & set(pool.run(pid, 2))
+
+
+def test_what_is_forgotten_between_calls_leaves_no_words_in_the_output() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rank_worker._forget_meshes()
 
 
 def test_processes_that_start_too_late_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
