@@ -11,14 +11,7 @@ _GROUPS = 2
 
 def render(report: Report, *, verbose: bool = False) -> str:
     """All findings, then what did not run and why, then the counts."""
-    lines: list[str] = []
-    for cell in report.cells:
-        if cell.verdict in ("fail", "error"):
-            for finding in cell.findings:
-                lines += _finding(cell, finding)
-        elif cell.verdict == "xpass":
-            lines.append(f"XPASS {cell.check:<15} {cell.subject}  {cell.reason}")
-            lines.append(f"{_INDENT}fix    remove it from `expect`")
+    lines = [line for cell in report.cells if cell.bad for line in _cell(cell)]
     for verdict in ("xfail", "n/a", "blocked"):
         lines += _others(report, verdict, verbose)
     lines += [f"note {note}" for note in report.notes]
@@ -27,15 +20,28 @@ def render(report: Report, *, verbose: bool = False) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """One cell's findings, for a test that fails."""
+    """One bad cell, for a test that fails."""
+    return "\n".join(_cell(cell))
+
+
+def _cell(cell: Cell) -> list[str]:
     if cell.verdict == "xpass":
-        return f"XPASS {cell.check}  {cell.subject}  {cell.reason}"
-    return "\n".join(line for finding in cell.findings for line in _finding(cell, finding))
+        return [_head("XPASS", cell, cell.reason), f"{_INDENT}fix    remove it from `expect`"]
+    word = "ERROR" if cell.verdict == "error" else "FAIL"
+    return [
+        line
+        for finding in cell.findings
+        for line in (_head(word, cell, finding.what), *_finding(finding))
+    ]
 
 
-def _finding(cell: Cell, finding: Finding) -> list[str]:
-    head = "FAIL " if cell.verdict != "error" else "ERROR "
-    lines = [f"{head}{cell.check:<16} {cell.subject:<22} {finding.what}"]
+def _head(word: str, cell: Cell, text: str) -> str:
+    return f"{f'{word} {cell.check}':<21} {cell.subject:<22} {text}"
+
+
+def _finding(finding: Finding) -> list[str]:
+    """What is below the head."""
+    lines: list[str] = []
     groups = group_keys(finding.keys)
     if groups:
         more = len(groups) - _GROUPS

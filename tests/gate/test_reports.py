@@ -76,7 +76,7 @@ FAIL keys.total       one                    to_hf dropped 5 of 75 native tensor
      no rule matches; nearest: layers.{}.moe.w1_EFD (renamed?)
      fix    update the rule
      again  torchtitan-ckpt check m:S --check keys.total
-XPASS keys.total      two  expected to fail and does not: issue 8
+XPASS keys.total      two                    expected to fail and does not: issue 8
      fix    remove it from `expect`
 xfail   two  keys.leaves: issue 7
 n/a     two  values.load: the subject has no adapter
