@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -42,13 +43,11 @@ class AdapterRaised(Exception):
 
     def __init__(self, direction: str, error: BaseException) -> None:
         self.direction, self.error = direction, error
-        frames = [
-            f
-            for f in traceback.extract_tb(error.__traceback__)
-            if "conformance" not in f.filename.replace("\\", "/").split("/")[-2:]
-        ]
-        where = frames[-1] if frames else None
-        at = f" at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}" if where else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(Path(f.filename).parts, f.lineno) for f in frames]
+        # Neither the gate, which called, nor torch, which was called.
+        own = [p for p in places if "conformance" not in p[0][-2:] and "torch" not in p[0]]
+        at = f" at {own[-1][0][-1]}:{own[-1][1]}" if own else ""
         super().__init__(f"{direction} raised {words_of(error)[:240]}{at}")
 
 

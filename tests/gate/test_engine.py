@@ -88,6 +88,15 @@ def test_an_adapter_that_raises_is_told_once() -> None:
     assert {c.reason for c in report.cells if c.verdict == "blocked"} == {"by keys.leaves"}
 
 
+def test_the_place_of_an_error_is_the_subjects_own_not_torchs() -> None:
+    class Raises(Right):
+        def to_hf(self, state_dict: State) -> State:
+            return torch.nn.Linear(1, 1).load_state_dict({"odd": torch.zeros(1)})
+
+    report = check(right.subject("raises", Raises, **BLIND), checks=["keys.leaves"])
+    assert " at test_engine.py:" in report.findings[0].what
+
+
 def test_an_import_that_raises_leaves_the_checks_of_export_running() -> None:
     class Raises(Right):
         def from_hf(self, hf_state_dict: State) -> State:
