@@ -200,8 +200,8 @@ def counted(monkeypatch):
     opened = []
 
     class Folder(folders._LocalFolder):
-        def open(self, relative):
-            opened.append(Counting(super().open(relative)))
+        def open(self, relative, **options):
+            opened.append(Counting(super().open(relative, **options)))
             return opened[-1]
 
     monkeypatch.setattr(dcp_load, "open_folder", lambda path: Folder(path))

@@ -1,4 +1,4 @@
-"""Files past the page cache: the same bytes, the same failures, and nothing left in it."""
+"""Files that do not fill the page cache: the same bytes, the same failures, nothing left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import random
-import sys
 
 import pytest
 
@@ -29,8 +28,8 @@ def pieces(data):
         at += size
 
 
-def write(path, data, mode="w", at=0, kept=False):
-    with page_cache.open_file(path, mode, kept=kept) as file:
+def write(path, data, mode="w", at=0):
+    with page_cache.open_file(path, mode) as file:
         file.seek(at)
         for piece in pieces(data):
             file.write(piece)
@@ -39,9 +38,8 @@ def write(path, data, mode="w", at=0, kept=False):
         os.fsync(file.fileno())
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_file_holds_what_was_written(tmp_path, data, kept):
-    write(tmp_path / "a", data, kept=kept)
+def test_a_file_holds_what_was_written(tmp_path, data):
+    write(tmp_path / "a", data)
     assert (tmp_path / "a").read_bytes() == data
 
 
@@ -51,31 +49,18 @@ def test_a_file_goes_on_where_one_seeks_to(tmp_path, data):
     assert (tmp_path / "a").read_bytes() == b"x" * 777 + data
 
 
-@pytest.mark.parametrize("how", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None])
-def test_where_the_flag_is_unknown_it_is_an_ordinary_write(tmp_path, data, monkeypatch, how):
-    def refuses(*_):
-        raise NotImplementedError if how is None else OSError(how, os.strerror(how))
-
-    monkeypatch.setattr(os, "pwritev", refuses)
-    write(tmp_path / "a", data)
-    assert (tmp_path / "a").read_bytes() == data
-    with open(tmp_path / "a", "r+b") as file:
-        assert page_cache.pwrite(file.fileno(), b"end", 5, kept=False) == 3
-    assert (tmp_path / "a").read_bytes() == data[:5] + b"end" + data[8:]
-
-
 def test_a_full_disk_is_said(tmp_path, data, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="no space"):
         write(tmp_path / "a", data)
 
 
 def test_short_writes_lose_nothing(tmp_path, data, monkeypatch):
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda f, b, at, how: real(f, [b[0][:70_001]], at, how))
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:70_001]))
     write(tmp_path / "a", data)
     assert (tmp_path / "a").read_bytes() == data
 
@@ -97,20 +82,23 @@ def resident(path):
     return sum(byte & 1 for byte in there) / pages
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="uncached writes are Linux's")
-def test_nothing_is_left_in_the_page_cache(tmp_path, data):
-    file = tmp_path / "probe"
-    with open(file, "wb") as probe:
-        try:
-            os.pwritev(probe.fileno(), [b"x"], 0, page_cache._RWF_DONTCACHE)
-        except (OSError, NotImplementedError):
-            pytest.skip("this kernel or file system knows no uncached writes")
-    file.write_bytes(data)
-    assert resident(file) == 1
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="a call that this system lacks")
+def test_a_synced_file_leaves_nothing_in_the_page_cache(tmp_path, data):
+    (tmp_path / "plain").write_bytes(data)
+    assert resident(tmp_path / "plain") == 1
     write(tmp_path / "a", data)
     assert resident(tmp_path / "a") < 0.1
-    write(tmp_path / "b", data, kept=True)
-    assert resident(tmp_path / "b") == 1
+
+
+def test_only_the_last_of_a_growing_file_stays(monkeypatch):
+    asked = []
+    monkeypatch.setattr(page_cache, "let_go", lambda descriptor, end: asked.append(end))
+    monkeypatch.setattr(page_cache, "_STRIDE", 100)
+    monkeypatch.setattr(page_cache, "_TRAIL", 250)
+    trail = page_cache.Trail(-1)
+    for end in range(30, 601, 30):
+        trail.written(end)
+    assert asked == [110, 230, 350]
 
 
 def test_what_fits_is_a_part_of_the_memory_that_is_available(monkeypatch):

@@ -24,6 +24,7 @@ from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.convert import run
 from torchtitan_ckpt.convert import sink as sinks
 from torchtitan_ckpt.convert.account import flat_objects, room
+from torchtitan_ckpt.convert.behind import Behind
 from torchtitan_ckpt.convert.options import Options
 from torchtitan_ckpt.convert.plan import Conversion, decide
 from torchtitan_ckpt.convert.source import Source, open_source
@@ -32,7 +33,6 @@ from torchtitan_ckpt.convert.workspace import Workspace
 from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, SaveError
 from torchtitan_ckpt.formats.dcp_stream import DcpStreamWriter, planner_paths, write_metadata
 from torchtitan_ckpt.formats.dcp_stream_read import DcpReader
-from torchtitan_ckpt.formats.page_cache import fits
 
 # Told what is being done and how many bytes of how many are: `converting`, `comparing`.
 Progress = Callable[[str, int, int], None]
@@ -91,11 +91,9 @@ class _Job:
         self.place = Workspace(target, self._word())
         self.sync = not self.options.no_sync
         self.files: tuple[str, ...] = ()
-        self.digests: run.Digests | None = None if self.options.no_verify else {}
+        self.behind = None if self.options.no_verify else Behind()
         entries, objects = conversion.entries, len(conversion.objects)
         self.room = room(target_format, entries, objects, self.piece)
-        # Comparing reads the result back: from the page cache, if it fits there.
-        self.kept = not self.options.no_verify and fits(self.room)
         if target_format == "hf":
             size = self.options.max_shard_size
             self.layout, self.by_file = sinks.layout_of(conversion.units, size)
@@ -120,9 +118,9 @@ class _Job:
                     run.compare_ties(self.conversion.ties, self.conversion.source, self.piece)
             write = {"hf": self._hf, "dcp": self._dcp, "pt": self._pt}
             single = write[self.conversion.target_format]()
-            if not self.options.no_verify:
+            if self.behind is not None:
                 try:
-                    self._verify(single)
+                    self._verify(single, self.behind)
                 except CheckpointError:
                     if main:
                         self.place.remove()  # nothing of it can be trusted to go on from
@@ -149,13 +147,13 @@ class _Job:
         with self.ranks.together("writing their files"):
             for name in mine:
                 places = self.place.files, self.place.out
-                sink = sinks.HfFileSink(*places, self.layout, name, sync=self.sync, kept=self.kept)
+                sink = sinks.HfFileSink(*places, self.layout, name, sync=self.sync)
                 if sink.complete:
                     count(sum(map(nbytes, self.by_file[name])))
                     continue
                 with sink:
                     run.write(
-                        self.by_file[name], sink, self.piece, self.threads, count, self.digests
+                        self.by_file[name], sink, self.piece, self.threads, count, self.behind
                     )
         with self.ranks.together("writing the index"):
             if self.ranks.rank == 0:
@@ -173,11 +171,10 @@ class _Job:
                 journal=self.place.journal,
                 word=self.place.word,
                 sync_files=self.sync,
-                kept=self.kept,
             ) as writer,
         ):
-            sink = sinks.DcpSink(writer)
-            run.write(units, sink, self.piece, self.threads, count, self.digests)
+            sink = sinks.DcpSink(self.place.out, writer)
+            run.write(units, sink, self.piece, self.threads, count, self.behind)
             if ranks.rank == 0:
                 self._dcp_objects(sink)
             items = sink.finish()
@@ -214,9 +211,9 @@ class _Job:
                 count = self._counter("converting", conversion.units)
                 journal = self.place.journal / name
                 with sinks.torch_sink(
-                    path, conversion.units, sync=self.sync, kept=self.kept, journal=journal
+                    path, conversion.units, sync=self.sync, journal=journal
                 ) as sink:
-                    run.write(conversion.units, sink, self.piece, self.threads, count, self.digests)
+                    run.write(conversion.units, sink, self.piece, self.threads, count, self.behind)
                     paths = None
                     if conversion.source_format == "dcp" and not self.options.flat:
                         paths = planner_paths(self.options.src, trust=self.options.trust)
@@ -225,7 +222,7 @@ class _Job:
 
     # Verifying
 
-    def _verify(self, single: str | None) -> None:
+    def _verify(self, single: str | None, behind: Behind) -> None:
         conversion = self.conversion
         if conversion.target_format == "pt":
             units = list(conversion.units) if self.ranks.rank == 0 else []
@@ -240,7 +237,7 @@ class _Job:
             try:
                 if self.ranks.rank == 0:
                     self._verify_manifest(target)
-                run.compare(units, target, self.piece, self.threads, count, self.digests or {})
+                run.compare(units, target, self.piece, self.threads, count, behind)
             finally:
                 target.close()
 

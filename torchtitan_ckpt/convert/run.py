@@ -14,19 +14,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-import xxhash
 
+from torchtitan_ckpt.convert.behind import Behind, digest
 from torchtitan_ckpt.convert.sink import Sink
 from torchtitan_ckpt.convert.source import Source
 from torchtitan_ckpt.convert.units import Made, Piece, Place, Stored, Unit
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys
-from torchtitan_ckpt.formats.tensor_bytes import memory
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
-from torchtitan_ckpt.mapping.apply import dtype_of, same_bytes
+from torchtitan_ckpt.mapping.apply import same_bytes
 
 T = TypeVar("T")
 Count = Callable[[int], None]  # told the bytes of target tensors that are done
-Digests = dict[Place, int]  # of each box of the target, as it was made
 
 
 def threads_of(asked: int | None) -> int:
@@ -70,39 +68,39 @@ def write(
     max_bytes: int,
     threads: int,
     count: Count,
-    digests: Digests | None = None,
+    behind: Behind | None = None,
 ) -> None:
     """Make every piece that the sink does not have yet, and write it.
 
-    `digests` takes a digest of each box as it was made, for `compare`.
+    `behind` compares each with what the sink then has.
     """
 
-    def job(piece: Piece) -> Callable[[], Made]:
-        def made() -> Made:
+    def job(unit: Unit, piece: Piece) -> Callable[[], tuple[Piece, Made]]:
+        def made() -> tuple[Piece, Made]:
             values = piece.make()
-            if digests is not None:
+            if behind is not None:
                 for place, (_, _, tensor) in zip(piece.places, values, strict=True):
-                    digests[place] = _digest(tensor)
-            return values
+                    behind.made(place, tensor)
+            return piece, values
 
         return made
 
-    def jobs() -> Iterator[Callable[[], Made]]:
+    def jobs() -> Iterator[Callable[[], tuple[Piece, Made]]]:
         for unit in units:
             for piece in unit.pieces(max_bytes):
                 if all(sink.done(place) for place in piece.places):
                     count(_bytes(unit, piece.places))
                 else:
-                    yield job(piece)
+                    yield job(unit, piece)
 
-    for made in in_order(jobs(), threads):
-        for key, offsets, tensor in made:
+    for piece, made in in_order(jobs(), threads):
+        for place, (key, offsets, tensor) in zip(piece.places, made, strict=True):
             sink.write(key, offsets, tensor)
+            if behind is not None and not sink.done(place):
+                behind.written(sink, place, str(tensor.dtype).removeprefix("torch."))
             count(tensor.numel() * tensor.element_size())
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(memory(tensor.contiguous()))
+    if behind is not None:
+        behind.catch_up(sink)
 
 
 def _bytes(unit: Unit, places: Sequence[Place]) -> int:
@@ -116,38 +114,39 @@ def compare(
     max_bytes: int,
     threads: int,
     count: Count,
-    digests: Digests,
+    behind: Behind,
 ) -> None:
-    """Read the target back and compare every box with what the source gave.
+    """Compare every box of the target, as its own reader sees it, with what the source gave.
 
-    A box that this run made is compared by its digest; one that an earlier run wrote is made again.
+    What was compared `behind` the writing is equal if it is found where it was then; the rest is
+    read: a box that this run made is compared by its digest, one of an earlier run is made again.
     Raises `SaveError` with the tensors that differ.
     """
 
-    def job(unit: Unit, piece: Piece) -> Callable[[], tuple[list[str], int]]:
-        dtypes = {entry.key: entry.dtype for entry in unit.entries}
-
-        def checked() -> tuple[list[str], int]:
-            wanted = [digests.get(place) for place in piece.places]
-            if None in wanted:
-                wanted = [_digest(tensor) for _, _, tensor in piece.make()]
-            bad, size = [], 0
-            for (key, offsets, sizes), digest in zip(piece.places, wanted, strict=True):
-                there = torch.empty(sizes, dtype=dtype_of(dtypes[key]))
-                if there.numel():
-                    target.fill(key, offsets, there)
-                if _digest(there) != digest:
-                    bad.append(key)
-                size += there.numel() * there.element_size()
-            return bad, size
+    def job(piece: Piece, dtypes: dict[str, str]) -> Callable[[], list[str]]:
+        def checked() -> list[str]:
+            if any(place not in behind.digests for place in piece.places):
+                for place, (_, _, tensor) in zip(piece.places, piece.make(), strict=True):
+                    behind.made(place, tensor)
+            return [
+                place[0]
+                for place in piece.places
+                if digest(target.fill, place, dtypes[place[0]]) != behind.digests[place]
+            ]
 
         return checked
 
-    jobs = (job(unit, piece) for unit in units for piece in unit.pieces(max_bytes))
-    bad: dict[str, None] = {}
-    for keys, size in in_order(jobs, threads):
-        bad.update(dict.fromkeys(keys))
-        count(size)
+    def jobs() -> Iterator[Callable[[], list[str]]]:
+        for unit in units:
+            dtypes = {entry.key: entry.dtype for entry in unit.entries}
+            found = {key: target.manifest.tensors.get(key) for key in dtypes}
+            lies = {key: frozenset(entry.shards) if entry else () for key, entry in found.items()}
+            for piece in unit.pieces(max_bytes):
+                if not all(behind.compared.get(place) in lies[place[0]] for place in piece.places):
+                    yield job(piece, dtypes)
+                count(_bytes(unit, piece.places))
+
+    bad = dict.fromkeys(key for keys in in_order(jobs(), threads) for key in keys)
     if bad:
         raise SaveError(
             Problem(

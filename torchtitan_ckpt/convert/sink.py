@@ -9,30 +9,54 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
+from torchtitan_ckpt.convert.behind import Written
 from torchtitan_ckpt.convert.units import Place, Unit, nbytes
+from torchtitan_ckpt.formats.dcp_plain import SERIALIZATION
 from torchtitan_ckpt.formats.dcp_stream import DcpStreamWriter, Item
+from torchtitan_ckpt.formats.dcp_stream_read import DcpReader
 from torchtitan_ckpt.formats.hf_boxes import Ints
 from torchtitan_ckpt.formats.hf_file import PARTIAL, partial_name
+from torchtitan_ckpt.formats.hf_header import build_header
 from torchtitan_ckpt.formats.hf_layout import Layout, commit, parse_size, plan_layout
-from torchtitan_ckpt.formats.hf_writer import HfWriter
+from torchtitan_ckpt.formats.hf_writer import FORMAT_METADATA, HfWriter
 from torchtitan_ckpt.formats.tensor_bytes import memory
 from torchtitan_ckpt.formats.torch_file_write import Sink as Bytes
 from torchtitan_ckpt.formats.torch_file_write import TorchFileWriter
+from torchtitan_ckpt.manifest import Manifest, Shard, TensorEntry
 
 
-class Sink(Protocol):
+class Sink(Written, Protocol):
     """Takes pieces; `done` says which an earlier run has written."""
 
     def done(self, place: Place) -> bool: ...
 
     def write(self, key: str, offsets: Ints, tensor: torch.Tensor) -> None: ...
+
+
+def _manifest(
+    folder: Path, shards: Iterable[tuple[str, str, Shard]], info: Mapping[str, str] | None = None
+) -> Manifest:
+    """Of an unfinished target: some items with key and dtype, as a DCP would have them."""
+    tensors: dict[str, TensorEntry] = {}
+    for key, dtype, shard in shards:
+        known = tensors.get(key, TensorEntry(key, (), dtype)).shards
+        tensors[key] = TensorEntry(key, (), dtype, (*known, shard))
+    return Manifest(str(folder), "dcp", tensors, info=info or {})
+
+
+def _bare(path: Path, shards: Mapping[str, tuple[str, Shard]]) -> DcpReader:
+    """Reads tensors whose bytes lie bare in a file, by key: dtype and place."""
+    items = [(key, dtype, replace(one, file=path.name)) for key, (dtype, one) in shards.items()]
+    manifest = _manifest(path.parent, items, {SERIALIZATION: "safetensors"})
+    return DcpReader(path.parent, manifest=manifest, ahead=False)
 
 
 # --- Hugging Face -------------------------------------------------------------------------------
@@ -65,13 +89,13 @@ def layout_of(units: Sequence[Unit], max_shard_size: str) -> tuple[Layout, dict[
 class HfFileSink:
     """One safetensors file, in a folder of its own until `gather` collects all."""
 
-    def __init__(
-        self, files: Path, out: Path, layout: Layout, name: str, *, sync: bool, kept: bool
-    ) -> None:
+    def __init__(self, files: Path, out: Path, layout: Layout, name: str, *, sync: bool) -> None:
         self._places = (files / name / name, out / partial_name(name), out / name)
         self._folder = files / name
         self._layout = Layout({name: layout.files[name]})
-        self._sync, self._kept = sync, kept
+        self._name, self._sync = name, sync
+        rows = [(entry.key, entry.dtype, entry.shape) for entry in layout.files[name]]
+        _, self._items = build_header(rows, FORMAT_METADATA)
         self._writer: HfWriter | None = None
 
     @property
@@ -86,20 +110,23 @@ class HfFileSink:
         assert self._writer is not None
         self._writer.write(key, tensor, offsets)
 
+    def shard(self, place: Place) -> Shard:
+        item = self._items[place[0]]
+        return Shard((0,) * len(item.shape), item.shape, self._name, item.start, item.length)
+
+    def reader(self, places: list[tuple[Place, str]]) -> DcpReader:
+        assert self._writer is not None
+        self._writer.flush()
+        path = self._writer.path_of(places[0][0][0])
+        return _bare(path, {place[0]: (dtype, self.shard(place)) for place, dtype in places})
+
     def __enter__(self) -> HfFileSink:
         self._folder.mkdir(parents=True, exist_ok=True)
         for stale in self._folder.iterdir():
             stale.unlink()
         # The conversion compares the result with its source, which says more than a second reading.
         self._writer = HfWriter(
-            self._folder,
-            self._layout,
-            None,
-            self._sync,
-            None,
-            None,
-            verified=False,
-            kept=self._kept,
+            self._folder, self._layout, None, self._sync, None, None, verified=False
         )
         return self
 
@@ -133,8 +160,9 @@ def gather(files: Path, out: Path, layout: Layout, *, sync_files: bool) -> None:
 class DcpSink:
     """Data files of one rank."""
 
-    def __init__(self, writer: DcpStreamWriter) -> None:
-        self._writer = writer
+    def __init__(self, folder: Path, writer: DcpStreamWriter) -> None:
+        self._folder, self._writer = folder, writer
+        self._shards: dict[Place, Shard] = {}
         self._done = {(item.key, item.offsets, item.sizes) for item in writer.done}
 
     def done(self, place: Place) -> bool:
@@ -144,8 +172,18 @@ class DcpSink:
         return (key, (), None) in self._done
 
     def write(self, key: str, offsets: Ints, tensor: torch.Tensor) -> None:
-        if (key, offsets, tuple(tensor.shape)) not in self._done:
-            self._writer.write(key, tensor, offsets)
+        place = (key, offsets, tuple(tensor.shape))
+        if place not in self._done:
+            item = self._writer.write(key, tensor, offsets)
+            self._shards[place] = Shard(offsets, place[2], item.file, item.offset, item.length)
+
+    def shard(self, place: Place) -> Shard:
+        return self._shards[place]
+
+    def reader(self, places: list[tuple[Place, str]]) -> DcpReader:
+        self._writer.flush()
+        items = [(place[0], dtype, self._shards[place]) for place, dtype in places]
+        return DcpReader(self._folder, manifest=_manifest(self._folder, items), ahead=False)
 
     def write_object(self, key: str, data: bytes) -> None:
         if not self.has_object(key):
@@ -161,8 +199,8 @@ class DcpSink:
 class TorchSink:
     """One `.pt` file; the pieces of a tensor come in the order of its bytes."""
 
-    def __init__(self, writer: TorchFileWriter, units: Sequence[Unit]) -> None:
-        self._writer = writer
+    def __init__(self, name: str, writer: TorchFileWriter, units: Sequence[Unit]) -> None:
+        self._name, self._writer = name, writer
         self._entries = {entry.key: entry for unit in units for entry in unit.entries}
         self._stack = contextlib.ExitStack()
         self._sink: Bytes | None = None
@@ -189,6 +227,15 @@ class TorchSink:
             self._sink = None
             self._stack.close()
 
+    def shard(self, place: Place) -> Shard:
+        entry, start = self._entries[place[0]], self._writer.start(place[0])
+        zero = (0,) * len(entry.shape)
+        return Shard(zero, entry.shape, self._name, start, entry.nbytes)
+
+    def reader(self, places: list[tuple[Place, str]]) -> DcpReader:
+        shards = {place[0]: (dtype, self.shard(place)) for place, dtype in places}
+        return _bare(self._writer.flush(), shards)
+
     def finish(
         self, objects: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]] | None
     ) -> None:
@@ -200,7 +247,7 @@ class TorchSink:
 
 @contextlib.contextmanager
 def torch_sink(
-    path: Path, units: Sequence[Unit], *, sync: bool, kept: bool, journal: Path
+    path: Path, units: Sequence[Unit], *, sync: bool, journal: Path
 ) -> Iterator[TorchSink]:
-    with TorchFileWriter(path, sync=sync, kept=kept, journal=journal) as writer:
-        yield TorchSink(writer, units)
+    with TorchFileWriter(path, sync=sync, journal=journal) as writer:
+        yield TorchSink(path.name, writer, units)

@@ -58,7 +58,7 @@ class DcpStreamWriter:
 
     `done` are the items of files that an earlier run with the same `word` completed (their journal
     lies in `journal`): they must not be written again. Without a journal every run begins anew.
-    `kept` files stay in the page cache, for a reader who comes at once.
+    What is written does not stay in the page cache (`page_cache`).
     Use it as a context: leaving it by an exception removes the unfinished file.
     """
 
@@ -70,14 +70,12 @@ class DcpStreamWriter:
         journal: str | Path | None = None,
         word: str = "",
         sync_files: bool = True,
-        kept: bool = True,
         max_file_bytes: int = MAX_FILE_BYTES,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._folder, self._rank, self._word = Path(folder), rank, word
         self._journal = None if journal is None else Path(journal)
         self._sync, self._limit, self._progress = sync_files, max_file_bytes, progress
-        self._kept = kept
         self._writer = ItemWriter(largest=2**26)
         self._file: IO[bytes] | None = None
         self._at = 0
@@ -85,14 +83,16 @@ class DcpStreamWriter:
         self._items: list[Item] = []
         self.done: tuple[Item, ...] = tuple(i for items in self._complete for i in items)
 
-    def write(self, key: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None = None) -> None:
-        """Write a tensor, or the box of it that begins at `offsets`."""
+    def write(self, key: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None = None) -> Item:
+        """Write a tensor, or the box of it that begins at `offsets`; where it lies."""
         sizes = tuple(tensor.shape)
         at = (0,) * len(sizes) if offsets is None else tuple(offsets)
         with self._failing():
             start = self._at
             length = self._writer.write(tensor, self._put)
-        self._add(Item(key, at, sizes, self._name, start, length))
+        item = Item(key, at, sizes, self._name, start, length)
+        self._add(item)
+        return item
 
     def write_object(self, key: str, data: bytes | memoryview) -> None:
         """Write the stored form of an object (a torch.save archive) as it is."""
@@ -100,6 +100,12 @@ class DcpStreamWriter:
             start = self._at
             self._put(data)
         self._add(Item(key, (), None, self._name, start, len(data)))
+
+    def flush(self) -> None:
+        """Hand everything to the system, so that it can be read."""
+        if self._file is not None:
+            with self._failing():
+                self._file.flush()
 
     def finish(self) -> list[Item]:
         """Complete the last file; all items of this rank, for `write_metadata`."""
@@ -128,7 +134,7 @@ class DcpStreamWriter:
 
     def _put(self, data: bytes | memoryview) -> None:
         if self._file is None:
-            self._file = open_file(self._folder / self._name, kept=self._kept)
+            self._file = open_file(self._folder / self._name)
         self._file.write(data)
         self._at += len(data)
         if self._progress is not None:

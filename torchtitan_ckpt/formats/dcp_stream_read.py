@@ -34,7 +34,11 @@ _KEPT = 4096  # payloads remembered
 
 
 class DcpReader:
-    """An open DCP. Use it as a context to close its files."""
+    """An open DCP. Use it as a context to close its files.
+
+    Without `ahead` nothing is read beyond what is asked for: in a file that is still being written
+    that would bring in what is not there yet.
+    """
 
     def __init__(
         self,
@@ -42,11 +46,12 @@ class DcpReader:
         *,
         manifest: Manifest | None = None,
         trust: bool = False,
+        ahead: bool = True,
     ) -> None:
         self.manifest = read_manifest(path, trust=trust) if manifest is None else manifest
         self._plain = is_plain(self.manifest)
         self._folder = open_folder(path)
-        self._trust = trust
+        self._trust, self._ahead = trust, ahead
         self._files: dict[str, File] = {}
         self._lock = threading.Lock()
         self._layouts = Layouts()
@@ -120,7 +125,7 @@ class DcpReader:
         with self._lock:
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = self._folder.open(name)
+                file = self._files[name] = self._folder.open(name, ahead=self._ahead)
             return file
 
     def _fill(self, job: Job) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from torchtitan_ckpt.errors import DamagedError, InputError, NotFoundError, Problem, RefusedError
+from torchtitan_ckpt.formats.page_cache import read_no_further
 from torchtitan_ckpt.formats.strangers import open_regular
 
 
@@ -37,7 +38,9 @@ class Folder(Protocol):
     def sizes(self) -> Mapping[str, int]:
         """Every file directly inside, with its size in bytes."""
 
-    def open(self, relative: str) -> File: ...
+    def open(self, relative: str, *, ahead: bool = True) -> File:
+        """A file; without `ahead` the system reads nothing beyond what is asked for."""
+        ...
 
     def unsafe(self, relative: str) -> str:
         """Why a name taken from a file must not be opened, or an empty string."""
@@ -106,12 +109,14 @@ def lexically_unsafe(relative: str) -> str:
 
 
 class _LocalFile:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ahead: bool) -> None:
         self.path = path
         try:
             self._fd = open_regular(path)
         except OSError as error:
             raise_for(error, str(path))
+        if not ahead:
+            read_no_further(self._fd)
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
@@ -171,8 +176,8 @@ class _LocalFolder:
         except OSError as error:
             raise_for(error, self.name)
 
-    def open(self, relative: str) -> File:
-        return _LocalFile(self.root / relative)
+    def open(self, relative: str, *, ahead: bool = True) -> File:
+        return _LocalFile(self.root / relative, ahead)
 
     def unsafe(self, relative: str) -> str:
         looks = lexically_unsafe(relative)
@@ -240,7 +245,7 @@ class _RemoteFolder:
             if item["type"] == "file"
         }
 
-    def open(self, relative: str) -> File:
+    def open(self, relative: str, *, ahead: bool = True) -> File:
         path = f"{self._root.rstrip('/')}/{relative}"
         return _RemoteFile(self._fs, path, f"{self.name.rstrip('/')}/{relative}")
 

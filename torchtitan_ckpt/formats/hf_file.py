@@ -21,7 +21,7 @@ import xxhash
 from torchtitan_ckpt.errors import Problem, SaveError
 from torchtitan_ckpt.formats.hf_boxes import Ints, hull, strides_of
 from torchtitan_ckpt.formats.hf_header import Item, build_header
-from torchtitan_ckpt.formats.page_cache import fits, pwrite
+from torchtitan_ckpt.formats.page_cache import Trail, fits, let_go
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
 
 PARTIAL = ".partial"
@@ -49,13 +49,12 @@ class FileWriter:
         *,
         create: bool = True,
         verified: bool = True,
-        kept: bool | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """With `create` the file is made with its header; without, it must be there already.
 
-        Without `verified` nothing is hashed and `verify` has nothing to compare. `kept` is whether
-        the file stays in the page cache; by itself it does where it is verified and fits.
+        Without `verified` nothing is hashed and `verify` has nothing to compare. With it the file
+        stays in the page cache until then, if it fits.
         """
         self.folder, self.name = folder, name
         self.path = folder / partial_name(name)
@@ -64,7 +63,7 @@ class FileWriter:
         last = max((item.start + item.length for item in self.items.values()), default=0)
         self.size = max(last, len(self.header))
         self._verified = verified
-        self._kept = verified and fits(self.size) if kept is None else kept
+        self._kept = verified and fits(self.size)
         self._records: list[tuple[_Runs, int]] = []
         self._pending = bytearray()
         self._pending_at = 0
@@ -72,6 +71,7 @@ class FileWriter:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
         with self._failing("created"):
             self._fd = os.open(self.path, flags, 0o666)
+        self._trail = Trail(self._fd)
         if create:
             with self._failing("written"):
                 os.ftruncate(self._fd, self.size)
@@ -139,6 +139,7 @@ class FileWriter:
         finally:
             # Whatever close says, the descriptor is gone.
             descriptor, self._fd = self._fd, -1
+            let_go(descriptor)
             with self._failing("closed"):
                 os.close(descriptor)
 
@@ -168,7 +169,9 @@ class FileWriter:
         with self._failing("written"):
             done = 0
             while done < len(data):
-                done += pwrite(self._fd, data[done:], offset + done, kept=self._kept)
+                done += os.pwrite(self._fd, data[done:], offset + done)
+            if not self._kept:
+                self._trail.written(offset + done)
         if self._progress is not None:
             self._progress(len(data))
 

@@ -67,12 +67,11 @@ class HfWriter:
         progress: Callable[[int], None] | None,
         *,
         verified: bool = True,
-        kept: bool | None = None,
     ) -> None:
         self._folder, self._layout = folder, layout
         self._metadata = dict(FORMAT_METADATA if metadata is None else metadata)
         self._sync, self._resume, self._progress = sync_files, resume, progress
-        self._verified, self._kept = verified, kept
+        self._verified = verified
         self._entries = {e.key: e for entries in layout.files.values() for e in entries}
         self._file_of = {e.key: name for name, entries in layout.files.items() for e in entries}
         self._open: dict[str, FileWriter] = {}
@@ -107,6 +106,17 @@ class HfWriter:
             self._left[name] -= tensor.numel()
             if self._left[name] == 0:
                 self._close(name)
+
+    def flush(self) -> None:
+        """Hand everything to the system, so that it can be read."""
+        for file in self._open.values():
+            file.flush()
+
+    def path_of(self, key: str) -> Path:
+        """Where the file of a tensor lies until `finish`."""
+        name = self._file_of[key]
+        complete = name in self._complete
+        return self._folder / (self._completed(name) if complete else partial_name(name))
 
     def missing(self) -> list[str]:
         """The declared tensors that are not written completely."""
@@ -157,7 +167,6 @@ class HfWriter:
                 self._layout.files[name],
                 self._metadata,
                 verified=self._verified,
-                kept=self._kept,
                 progress=self._progress,
             )
         return self._open[name]

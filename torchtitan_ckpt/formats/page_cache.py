@@ -1,26 +1,24 @@
-"""Writing files through the page cache, or past it.
+"""Writing large files without filling the page cache.
 
-What is written once and not read again pushes out of the page cache what the machine's jobs use,
-and the sync at its end waits for all of it together. Linux has a flag for writes that go to the
-disk at once and leave nothing behind, since 6.14 and on the file systems that know it; elsewhere
-these are ordinary writes. What is read back soon, and fits, is better kept.
+What is written once pushes out of the page cache what the machine's jobs use, and the sync at its
+end waits for all of it together. So the system is asked, some way behind the writing, to write
+what it has and to let go of it; the way is long enough to read a piece back while it is there.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import io
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_RWF_DONTCACHE = 0x80  # include/uapi/linux/fs.h; Python has no name for it
-_UNKNOWN = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _BUFFER = 1 << 20
+_STRIDE = 8 * 2**20  # bytes from one request to the next
+_TRAIL = 64 * 2**20  # bytes behind the writing that stay
 _SHARE = 4  # of the memory that is available, what one result may take
 
 
@@ -34,36 +32,56 @@ def fits(nbytes: int) -> bool:
     return nbytes <= available * 1024 // _SHARE
 
 
-def open_file(path: Path, mode: Literal["w", "r+"] = "w", *, kept: bool) -> io.BufferedWriter:
-    """A buffered binary file to write from its beginning, or with `r+` from where one seeks to.
+class Trail:
+    """What of a file that is being written lies in the page cache: the last of it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._end = 0
+
+    def written(self, end: int) -> None:
+        """The file was written up to this byte."""
+        if end - self._end >= _STRIDE:
+            self._end = end
+            if end > _TRAIL:
+                let_go(self._descriptor, end - _TRAIL)
+
+
+def let_go(descriptor: int, end: int = 0) -> None:
+    """Start writing what of a file is not on the disk up to `end` (0: all), and drop what is."""
+    _advise(descriptor, end, "POSIX_FADV_DONTNEED")
+
+
+def read_no_further(descriptor: int) -> None:
+    """Have the system read what is asked for and nothing after it."""
+    _advise(descriptor, 0, "POSIX_FADV_RANDOM")
+
+
+def _advise(descriptor: int, end: int, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):  # Linux and some others
+        with contextlib.suppress(OSError):  # a system may refuse advice, and does as it always did
+            os.posix_fadvise(descriptor, 0, end, getattr(os, advice))
+
+
+def open_file(path: Path, mode: Literal["w", "r+"] = "w") -> io.BufferedWriter:
+    """A buffered binary file, to write from its beginning or with `r+` from where one seeks to.
 
     Raises OSError as `open` and the writes of its file do.
     """
-    return io.BufferedWriter(_File(path, mode, kept), _BUFFER)
-
-
-def pwrite(descriptor: int, data: bytes | memoryview, offset: int, *, kept: bool) -> int:
-    """`os.pwrite`, past the page cache unless `kept`; at -1 it writes at the file's position.
-
-    Raises OSError as `os.pwrite` does.
-    """
-    if not kept and sys.platform == "linux":
-        try:
-            return os.pwritev(descriptor, [data], offset, _RWF_DONTCACHE)
-        except NotImplementedError:
-            pass  # a Python built for an old C library
-        except OSError as error:
-            if error.errno not in _UNKNOWN:
-                raise
-    if offset < 0:
-        return os.write(descriptor, data)
-    return os.pwrite(descriptor, data, offset)
+    return io.BufferedWriter(_File(path, mode), _BUFFER)
 
 
 class _File(io.FileIO):
-    def __init__(self, path: Path, mode: str, kept: bool) -> None:
+    def __init__(self, path: Path, mode: str) -> None:
         super().__init__(path, mode)
-        self._kept = kept
+        self._trail = Trail(self.fileno())
 
     def write(self, data: Buffer, /) -> int:
-        return pwrite(self.fileno(), memoryview(data), -1, kept=self._kept)
+        done = os.write(self.fileno(), data)
+        self._trail.written(self.tell())
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            let_go(self.fileno())
+        super().close()

@@ -75,8 +75,8 @@ class TorchFileWriter:
     ...         sink(block)
 
     `journal` is a file to keep notes in: `done` are the keys that an earlier writer of the same
-    path and journal has written; they are not to be written again. A file that is `kept` stays in
-    the page cache, for a reader who comes at once.
+    path and journal has written; they are not to be written again. What is written does not stay
+    in the page cache (`page_cache`).
 
     Raises `SaveError` on failures of the file system and when bytes are missing or too many.
     """
@@ -86,7 +86,6 @@ class TorchFileWriter:
         path: str | os.PathLike[str],
         *,
         sync: bool = True,
-        kept: bool = True,
         journal: Path | None = None,
     ) -> None:
         self._path = Path(path)
@@ -94,12 +93,13 @@ class TorchFileWriter:
         self._sync = sync
         self._entries: list[tuple[bytes, int, int, int]] = []  # name, header, size, crc
         self._values: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}
         self._storages = 0
         self._journal = None if journal is None else Journal(journal, self._partial)
         self._unnoted: list[Done] = []
         with self._in_words():
             earlier = self._journal.read() if self._journal else []
-            self._file = open_file(self._partial, "r+" if earlier else "w", kept=kept)
+            self._file = open_file(self._partial, "r+" if earlier else "w")
             for done in earlier:
                 self._take(done)
             self._file.seek(self._file.truncate(earlier[-1].end if earlier else 0))
@@ -139,6 +139,7 @@ class TorchFileWriter:
         nbytes = stub.storage.numel * ITEM_SIZE[dtype]
         with self._in_words():
             with self._entry(f"data/{stub.storage.key}", nbytes) as sink:
+                self._starts[key] = self._file.tell()
                 yield sink
             self._note(key, stub)
         self._values[key] = stub
@@ -147,6 +148,16 @@ class TorchFileWriter:
         storage = _Storage(str(self._storages), dtype, math.prod(shape))
         self._storages += 1
         return _Stub(storage, tuple(shape))
+
+    def start(self, key: str) -> int:
+        """At which byte of the file the data of a tensor begins that this writer has written."""
+        return self._starts[key]
+
+    def flush(self) -> Path:
+        """Hand everything to the system; the file as it can be read meanwhile."""
+        with self._in_words():
+            self._file.flush()
+        return self._partial
 
     def alias(self, key: str, of: str) -> None:
         """A second name for a tensor already written (tied weights): no bytes of its own."""
