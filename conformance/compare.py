@@ -138,10 +138,25 @@ def _order(order: list[int]) -> str:
         split = line.view(heads, 2, count // heads // 2).transpose(1, 2).reshape(-1)
         merge = line.view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
         if order == merge.tolist():
-            return f"the rotary permutation (interleaved to half-split, {heads} heads)"
+            return _halves("interleaved to half-split", heads)
         if order == split.tolist():
-            return f"the rotary permutation (half-split to interleaved, {heads} heads)"
+            return _halves("half-split to interleaved", heads)
+    for block in (n for n in range(count // 4, 1, -1) if count % n == 0):
+        for groups in (n for n in range(2, count // block // 2 + 1) if count // block % n == 0):
+            each = count // block // groups
+            if order == line.view(groups, each, block).transpose(0, 1).reshape(-1).tolist():
+                return (
+                    f"blocks of {block} regrouped: {groups} groups of {each} "
+                    f"taken for {each} of {groups}"
+                )
     wrong = [i for i, j in enumerate(order) if i != j]
     if len(wrong) == 2:
         return f"{wrong[0]} and {wrong[1]} exchanged"
     return ", ".join(f"{i}<-{order[i]}" for i in wrong[:4]) + (" …" if len(wrong) > 4 else "")
+
+
+def _halves(change: str, heads: int) -> str:
+    """A rotary permutation has heads; of one head it is any two halves that are laid otherwise."""
+    if heads == 1:
+        return f"two halves, {change} (gate and up, or one head's rotary order)"
+    return f"the rotary permutation ({change}, {heads} heads)"

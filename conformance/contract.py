@@ -223,6 +223,15 @@ def select(
     Without globs, those of the contract's `version`; ConfigError for one that is not known here.
     """
     _known_version(version)
+    if level is not None and level not in LEVELS:
+        raise ConfigError(
+            Problem(
+                code="check.unknown-level",
+                what=f"the contract has no level {level}",
+                expected=", ".join(f"{number} ({what})" for number, what in LEVELS.items()),
+                fix=f"name one of {min(LEVELS)} to {max(LEVELS)}",
+            )
+        )
     for glob in globs:
         if not fnmatch.filter(BY_ID, glob):
             raise _unknown("--check", glob)

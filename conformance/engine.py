@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.contract import BY_ID, RUNS, VERSION, Check, known, select
-from conformance.lab import MAX_ELEMENTS, AdapterRaised, Lab, NotApplicable
+from conformance.lab import MAX_ELEMENTS, Lab
+from conformance.raised import AdapterRaised, Kept, NotApplicable, told
 from conformance.subject import Subject, place_of
 from conformance.verdict import Cell, Finding, Report, Verdict
 from torchtitan_ckpt.device import ENV, Device, current
@@ -26,6 +27,8 @@ SEED = 20261201
 Progress = Callable[[str, int, int], None]
 # Checks that draw cases; each repeats one of them.
 SEARCHING = ("values.drawn", "files.reread")
+# The check that tells what is kept between calls; others can say nothing of such an adapter.
+_KEPT = "purity.stateless"
 # Checks that go through every pair of the subject's splits.
 _RESHARDED = ("reshard.full", "reshard.next-step", "reshard.hf")
 
@@ -179,15 +182,18 @@ class Bench:
         except NotApplicable as missing_input:
             return self._cell(clause, "n/a", reason=str(missing_input), begin=begin)
         except AdapterRaised as error:
+            teller = _KEPT if isinstance(error, Kept) else RUNS.get(error.direction, "")
+            if self._tells(teller, clause):
+                return self._cell(clause, "blocked", reason=f"by {teller}", begin=begin)
             findings = (self._raised(clause, error),)
         except CheckpointError:
             raise
         except Exception as error:
             finding = Finding(
-                what=f"the gate failed: {type(error).__name__}: {error}",
+                what=f"the gate failed: {told(error)}",
                 cause="a fault of the gate, not of the subject",
                 remedy="report it with the command below",
-            )
+            ).placed(subject=self.subject.name, check=clause.id, again=self._again(clause))
             return self._cell(clause, "error", findings=(finding,), begin=begin)
         verdict: Verdict = "fail" if findings else "pass"
         reason = self.subject.expect.get(clause.id, "")
@@ -214,6 +220,12 @@ class Bench:
             ):
                 return parent
         return ""
+
+    def _tells(self, check_id: str, clause: Check) -> bool:
+        """Whether another check than this one fails of the same root cause."""
+        if check_id in ("", clause.id, *self.without):
+            return False
+        return self.run(BY_ID[check_id]).verdict in ("fail", "xfail")
 
     def _missing(self, clause: Check) -> str:
         for need in clause.needs:
@@ -242,9 +254,11 @@ class Bench:
     def _raised(self, clause: Check, error: AdapterRaised) -> Finding:
         return Finding(
             what=str(error),
-            keys=_key_in(error, self.lab),
-            cause="the subject's own code raised",
-            remedy="see the place named above",
+            keys=error.keys or _key_in(error, self.lab),
+            expected=error.expected,
+            actual=error.actual,
+            cause=error.cause,
+            remedy=error.remedy,
         ).placed(subject=self.subject.name, check=clause.id, again=self._again(clause))
 
     def _again(self, clause: Check, example: str = "") -> str:

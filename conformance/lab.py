@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from conformance.fingerprint import Positions, State, blank, noise
 from conformance.layers import part_of
+from conformance.raised import AdapterRaised as AdapterRaised
+from conformance.raised import AdapterReturned, Kept, not_a_dict
+from conformance.raised import NotApplicable as NotApplicable
+from conformance.raised import theirs as theirs
+from conformance.raised import words_of as words_of
 from conformance.subject import Reference, Subject, matches
 from conformance.template import FileList, Leaf, file_list, native_template
 from conformance.trace import Trace, Tracer
 from torchtitan_ckpt.device import Device, DeviceKind
-from torchtitan_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from conformance.adapter_lab import AdapterLab
@@ -32,48 +33,6 @@ if TYPE_CHECKING:
 Direction = Literal["to_hf", "from_hf"]
 # Values are checked on at most this many elements; of a larger model on some layers.
 MAX_ELEMENTS = 48_000_000
-
-
-class NotApplicable(Exception):
-    """The subject lacks what a check needs; the text is the reason."""
-
-
-class AdapterRaised(Exception):
-    """The subject's own code raised."""
-
-    def __init__(self, direction: str, error: BaseException) -> None:
-        self.direction, self.error = direction, error
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [(Path(f.filename).parts, f.lineno) for f in frames]
-        # Neither the gate, which called, nor torch, which was called.
-        own = [p for p in places if "conformance" not in p[0][-2:] and "torch" not in p[0]]
-        at = f" at {own[-1][0][-1]}:{own[-1][1]}" if own else ""
-        super().__init__(f"{direction} raised {words_of(error)[:240]}{at}")
-
-
-def words_of(error: BaseException) -> str:
-    """An error's class and text in one line; of DCP's, which holds one a rank, the first."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:
-        error = next(iter(failures.values()))[0]
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines])
-
-
-@contextmanager
-def theirs(doing: str, *, reads: bool = False) -> Iterator[None]:
-    """The subject's own code runs: what it raises is `AdapterRaised`, an exit from Python too.
-
-    Where this project `reads` what the subject names, it may refuse that in its own words.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, GeneratorExit, NotApplicable, AdapterRaised):
-        raise
-    except BaseException as error:  # torch's CheckpointException is not an Exception
-        if reads and isinstance(error, CheckpointError):
-            raise
-        raise AdapterRaised(doing, error) from error
 
 
 class Lab:
@@ -168,6 +127,13 @@ class Lab:
         factory = self.subject.adapter
         if factory is None:
             raise NotApplicable("the subject has no adapter")
+        if not callable(factory):
+            raise AdapterReturned(
+                "the subject's `adapter`",
+                f"no adapter: it is a {type(factory).__name__}, which cannot be called",
+                cause="an adapter is given where something that makes a fresh one is wanted",
+                remedy="adapter=lambda hf_assets_path=None: MyAdapter(my_config, hf_assets_path)",
+            )
         with theirs("the adapter's factory"):
             if assets is not None and self.takes_assets:
                 return factory(hf_assets_path=assets)
@@ -218,12 +184,16 @@ class Lab:
         """As `call`, of a copy, keeping what is a tensor under a str."""
         out = self.call(direction, self.on_device(state), adapter)
         if not isinstance(out, Mapping):
-            raise AdapterRaised(direction, TypeError(f"returned {type(out).__name__}, not a dict"))
-        return {
+            raise not_a_dict(direction, out)
+        tensors = {
             k: v
             for k, v in out.items()
             if isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided
         }
+        empty = [k for k, v in tensors.items() if v.is_meta]
+        if empty and not any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
+            raise Kept(direction, empty)
+        return tensors
 
     def on_device(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of `state` whose tensors lie on the device under test, as a trainer's do.
@@ -275,7 +245,7 @@ class Lab:
                 first = error
                 continue
             if not isinstance(out, Mapping):
-                raise AdapterRaised(direction, TypeError(f"returned {type(out).__name__}"))
+                raise not_a_dict(direction, out)
             found = tracer.result(out)
             # An adapter may leave out copies on meta tensors; zeros then show what is used.
             if all(found.sources.values()) or known is not None:

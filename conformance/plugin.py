@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _BENCHES: dict[int | str, Any] = {}
 _CHOSEN: dict[str, str | None] = {"device": None}
+# Why a subject cannot be used, and the check that says so; those after it are blocked.
+_UNUSABLE: dict[tuple[int | str, str], str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,6 +173,9 @@ class Runner:
             with one_thread():
                 found: Cell = _BENCHES[key].run(self.clause)
         except CheckpointError as error:
+            teller = _UNUSABLE.setdefault((key, str(error)), self.clause.id)
+            if teller != self.clause.id:
+                pytest.skip(f"blocked: by {teller}: {error.problems[0].what}")
             pytest.fail(str(error), pytrace=False)
         return found if isinstance(name, str) or place_of(name) else _by_its_test(found)
 

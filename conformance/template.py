@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ckpt.errors import ConfigError, Problem
+from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
 from torchtitan_ckpt.manifest import Manifest
 
 
@@ -43,7 +43,7 @@ def leaf_of(value: Any) -> Leaf | None:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None and isinstance(value, tuple | list) and len(value) == 2:
         shape, dtype = value
-    if shape is None or dtype is None:
+    if not isinstance(shape, Iterable) or dtype is None:
         return None
     return Leaf(tuple(int(size) for size in shape), str(dtype).removeprefix("torch."))
 
@@ -59,7 +59,11 @@ def native_template(native: Any) -> dict[str, Leaf]:
     if not isinstance(native, Mapping):
         raise _bad("native", native, "a model, a state dict, a Manifest or key -> (shape, dtype)")
     leaves = {str(key): leaf_of(value) for key, value in native.items()}
-    return {key: leaf for key, leaf in leaves.items() if leaf is not None}
+    found = {key: leaf for key, leaf in leaves.items() if leaf is not None}
+    if not found:  # what is no tensor is left out, as a model's extra state
+        first = next(iter(native.items()), "an empty dict")
+        raise _bad("native", first, "tensors, or (shape, dtype), under the model's keys")
+    return found
 
 
 def file_list(hf: Any) -> FileList | None:
@@ -108,7 +112,18 @@ def _from_mapping(content: Mapping[str, Any], source: str) -> FileList:
     if "model_type" in content or "architectures" in content:
         from conformance.subjects.families import file_list_of_config
 
-        return file_list_of_config(dict(content))
+        try:
+            return file_list_of_config(dict(content))
+        except CheckpointError as error:
+            raise ConfigError(
+                Problem(
+                    code="check.bad-subject",
+                    what="a Subject's `hf` is a config from which no list of keys can be made",
+                    where=source,
+                    cause=error.problems[0].what,
+                    fix="name a checkpoint's folder, its index, or a list of its keys",
+                )
+            ) from error
     return FileList({str(k): leaf_of(v) for k, v in content.items()}, source)
 
 
@@ -118,6 +133,6 @@ def _bad(name: str, value: Any, expected: str) -> ConfigError:
             code="check.bad-subject",
             what=f"a Subject's `{name}` cannot be used",
             expected=expected,
-            actual=type(value).__name__,
+            actual=repr(value)[:80] if isinstance(value, tuple | str) else type(value).__name__,
         )
     )

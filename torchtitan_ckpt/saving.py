@@ -86,13 +86,7 @@ def claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _no_files_for_steps(folder)
         other = owner.read(folder)
-        if other is not None and owner.is_me(other):
-            logger.warning(
-                "another manager of this process saves into %s: steps of the two will replace each "
-                "other; close it first, or give each its checkpoint.folder",
-                folder,
-            )
-        elif other is not None and owner.is_alive(other):
+        if other is not None and not owner.is_me(other) and owner.is_alive(other):
             logger.warning(
                 "another job saves into %s (process %d on %s): steps of the two will replace "
                 "each other; use another dump_folder",

@@ -33,13 +33,14 @@ def _small(lab: Lab) -> dict[str, Leaf]:
     return chosen
 
 
-def _reader(lab: Lab, path: str, **options: Any) -> Any:
+def _reader(lab: Lab, path: str, from_quantized: bool) -> Any:
+    """The reader, asked for as managers ask: with both arguments, by position."""
     adapter = lab.adapter()
     make = getattr(adapter, "get_hf_storage_reader", None)
     if make is None:
         raise NotApplicable("the adapter has no get_hf_storage_reader")
     with theirs("get_hf_storage_reader"):
-        return make(path, **options)
+        return make(path, from_quantized)
 
 
 def _load(reader: Any, targets: State) -> None:
@@ -57,7 +58,20 @@ def reader(lab: Lab) -> Iterator[Finding]:
     targets = lab.on_device({k: torch.zeros_like(v) for k, v in state.items()})
     with tempfile.TemporaryDirectory() as folder:
         codecs.write(state, folder, {key: i % 2 + 1 for i, key in enumerate(state)})
-        source = _reader(lab, folder)
+        try:
+            source = _reader(lab, folder, False)
+        except AdapterRaised as error:
+            yield Finding(
+                what=str(error),
+                keys=tuple(state)[:1],
+                expected="a storage reader for get_hf_storage_reader(path, from_quantized)",
+                actual=type(error.error).__name__,
+                cause="it does not take what managers give it"
+                if isinstance(error.error, TypeError)
+                else "there is no reader, and no load from files",
+                remedy="def get_hf_storage_reader(self, path, from_quantized=False)",
+            )
+            return
         try:
             _load(source, targets)
         except AdapterRaised as error:
@@ -104,7 +118,7 @@ def quantized(lab: Lab) -> Iterator[Finding]:
         name = key.removesuffix(".weight") + ".weight_scale_inv"
         codecs.write({key: codes, name: scales}, folder, {key: 1, name: 2})
         try:
-            source = _reader(lab, folder, from_quantized=True)
+            source = _reader(lab, folder, True)
             _load(source, target)
         except AdapterRaised:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from conformance import codec
@@ -13,6 +13,7 @@ from conformance.checks._words import by_template, by_words, count
 from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
 from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
 from conformance.lab import AdapterRaised, Lab, NotApplicable
+from conformance.subject import template_of
 from conformance.verdict import Finding
 from torchtitan_ckpt.errors import group_keys, nearest
 
@@ -31,6 +32,8 @@ __all__ = [
     "total",
     "unknown_refused",
 ]
+
+_HEAD = "lm_head.weight"
 
 
 def leaves(lab: Lab) -> Iterator[Finding]:
@@ -65,17 +68,17 @@ def total(lab: Lab) -> Iterator[Finding]:
         and not lab.native_only(k)
         and not (lab.alias(k) and targets.get(lab.alias(k) or ""))
     ]
+    if lost and export.leaves and not targets:
+        yield _untraced(lab)
+        return
     # A value that is no tensor has no source; it is told by `keys.leaves`.
     if lost and len(lost) > len(export.odd):
-        used = [k for k in lab.native if k in targets]
-        groups = by_template(lost)
-        first = next(iter(groups))
         yield Finding(
             what=f"to_hf dropped {len(lost)} of {count(len(lab.native), 'native tensor')}",
             keys=tuple(lost),
             expected="every native tensor in some tensor of the files",
             actual=f"{count(len(lost), 'tensor')} in none",
-            cause="no rule matches" + _near(first, [*used, *_names_known(lab)]),
+            cause=_why_lost(lab, lost[0], targets),
             remedy="update the rule, or declare the loss with a reason (native_only)",
         )
     for key, sources in export.sources.items():
@@ -155,9 +158,33 @@ def _names_known(lab: Lab) -> list[str]:
     return names
 
 
-def _near(name: str, names: list[str]) -> str:
-    near = nearest(name, by_template(names))
-    return f"; nearest: {near} (renamed?)" if near else ""
+def _why_lost(lab: Lab, key: str, targets: Mapping[str, list[str]]) -> str:
+    """Why no output is made from a native key, as far as names tell."""
+    template = template_of(key)
+    others = [k for k in lab.native if k in targets and template_of(k) == template]
+    if others:
+        shown = group_keys(others)[0][0]
+        return f"{shown} is written: a loop or a condition leaves out this number"
+    known = _names_known(lab)
+    if key in known or template in known:
+        return "the adapter's own table has the name: nothing is made of its tensor"
+    # A name that the model has is no old name of another.
+    stale = [name for name in by_template(known) if name not in by_template(lab.native)]
+    near = nearest(template, stale)
+    return "no rule matches" + (f"; nearest: {near} (renamed?)" if near else "")
+
+
+def _untraced(lab: Lab) -> Finding:
+    """No output has a source: what adapters do outside torch cannot be followed."""
+    return Finding(
+        what=f"none of {count(len(lab.export.leaves), 'tensor')} that to_hf writes is made from "
+        "what it was given",
+        keys=tuple(lab.export.leaves),
+        expected="tensors made from those given, by torch's operations",
+        actual="tensors made from none of them",
+        cause="values leave torch on the way (numpy, tolist, a file), or come from another place",
+        remedy="use torch's operations: others know no bfloat16, no DTensor and no device",
+    )
 
 
 def exact(lab: Lab) -> Iterator[Finding]:
@@ -193,7 +220,21 @@ def exact(lab: Lab) -> Iterator[Finding]:
 
 def import_(lab: Lab) -> Iterator[Finding]:
     """`from_hf` returns the model's keys and uses every key it is given."""
-    back, exported = lab.imported, lab.export.used()
+    try:
+        back = lab.imported
+    except AdapterRaised as error:
+        if not _works_after_export(lab):
+            raise
+        yield Finding(
+            what=str(error),
+            keys=tuple(lab.export.leaves)[:1],
+            expected="from_hf of a fresh adapter, as a job that starts from files calls it",
+            actual="works only when the same adapter has run to_hf before",
+            cause="from_hf uses what to_hf left on the adapter",
+            remedy="take sizes from the config, and keep nothing between calls",
+        )
+        return
+    exported = lab.export.used()
     used = back.used()
     missing = [
         k
@@ -244,13 +285,22 @@ def import_(lab: Lab) -> Iterator[Finding]:
         )
 
 
+def _works_after_export(lab: Lab) -> bool:
+    """Whether `from_hf`, which a fresh adapter refuses, runs once the same one has exported."""
+    adapter = lab.adapter()
+    try:
+        out = lab.call("to_hf", lab.blank("to_hf"), adapter)
+        return isinstance(lab.call("from_hf", dict(out), adapter), Mapping)
+    except AdapterRaised:
+        return False
+
+
 def index(lab: Lab) -> Iterator[Finding]:
     """`fqn_to_index_mapping` lists exactly the keys that are written."""
     if not lab.takes_assets:
         raise NotApplicable("the subject's adapter factory takes no hf_assets_path")
     written = list(lab.export.leaves)
-    listed = [*written, *(k for k in lab.listed if k not in lab.export.leaves)]
-    listed += [a for a in lab.may.tied if a not in listed and _may_be_file_key(a, written)]
+    listed = list(dict.fromkeys([*written, *lab.listed, *_tied_head(lab)]))
     files = {key: number % 3 + 1 for number, key in enumerate(listed)}
     with tempfile.TemporaryDirectory() as folder:
         content = {
@@ -298,6 +348,6 @@ def index(lab: Lab) -> Iterator[Finding]:
             )
 
 
-def _may_be_file_key(alias: str, written: list[str]) -> bool:
-    """Whether a tied native name may be a file key too: it has the shape of a top-level key."""
-    return alias.count(".") == 1 and any(key.count(".") <= 2 for key in written)
+def _tied_head(lab: Lab) -> list[str]:
+    """What published indexes list of a tied model besides, where no list of the files says."""
+    return [_HEAD] if lab.may.tied and lab.subject.hf is None else []

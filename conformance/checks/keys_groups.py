@@ -256,7 +256,7 @@ def layers(lab: Lab) -> Iterator[Finding]:
     for keys in by_template(wrong).values():
         expected, target, _ = wrong[keys[0]]
         yield Finding(
-            what=f"{count(len(keys), 'tensor')} end up in another layer than their neighbours",
+            what=f"{count(len(keys), 'tensor')} in another layer than the tensors beside",
             keys=tuple(keys),
             expected=expected,
             actual=f"layer {target}",
@@ -342,11 +342,12 @@ def _part(lab: Lab, name: str, keys: set[str]) -> Iterator[Finding]:
     made = {k for k in back.leaves if back.sources[k] or k not in lab.imported.leaves}
     wrong = sorted(made ^ back_wanted)
     if wrong:
+        new = len(made - back_wanted)
         yield Finding(
             what="from_hf converts a part of the files otherwise than the whole",
             keys=tuple(wrong),
-            expected=f"{count(len(back_wanted), 'key')} for {name}",
-            actual=count(len(back.leaves), "key"),
+            expected=f"what the whole gives for {name} ({count(len(back_wanted), 'key')})",
+            actual=f"{count(len(made), 'key')}, {len(wrong) - new} missing, {new} new",
             cause="layers are counted, or a tensor outside the part is made up",
             remedy="convert each key by itself",
         )

@@ -102,9 +102,8 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
     if not lab.may.hf_only:
         raise NotApplicable("no file-only keys are declared")
     extras = _extras(lab)
-    state = {**lab.export.leaves, **extras}
     for key, leaf in extras.items():
-        one = {k: v for k, v in state.items() if k not in extras or k == key}
+        one = {**lab.export.leaves, key: leaf}
         try:
             back = lab.trace("from_hf", one)
         except AdapterRaised as error:
@@ -130,19 +129,40 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
 
 
 def _extras(lab: Lab) -> dict[str, Leaf]:
-    listed = lab.listed
+    """For each declared pattern of file-only keys, keys that files may hold, with their leaves.
+
+    Those of the list of files, else keys made like the written ones of a layer nearby.
+    """
+    listed, written = lab.listed, lab.export.leaves
     found: dict[str, Leaf] = {}
     for pattern in lab.may.hf_only:
-        keys = [k for k in listed if lab.hf_only(k) and k not in lab.export.leaves]
-        for key in [k for k in keys if _match(k, pattern)][:2] or [pattern.replace("*", "0")]:
-            found[key] = listed.get(key) or _PROBE
+        keys = [k for k in listed if _match(k, pattern) and k not in written]
+        found |= {key: listed.get(key) or _PROBE for key in keys[:2]} or _made(written, pattern)
     # A copy has the dtype of what it copies, and the model may be wider than its files.
-    wide = next((x.dtype for x in lab.export.leaves.values() if is_floating(x.dtype)), "float32")
+    wide = next((x.dtype for x in written.values() if is_floating(x.dtype)), "float32")
     return {
         key: Leaf(leaf.shape, wide) if is_floating(leaf.dtype) else leaf
         for key, leaf in found.items()
-        if key not in lab.export.leaves
     }
+
+
+def _made(written: Mapping[str, Leaf], pattern: str) -> dict[str, Leaf]:
+    """A key of this pattern: a written one with the pattern's own parts, else one with zeros.
+
+    `model.layers.3.*` and `model.layers.0.norm.weight` make `model.layers.3.norm.weight`.
+    """
+    parts = pattern.split(".")
+    if parts[-1] == "*":
+        head = parts[:-1]
+        for key, leaf in written.items():
+            whole = key.split(".")
+            like = zip(head, whole[: len(head)], strict=False)
+            if len(whole) > len(head) and all(
+                a in ("*", b) or (a.isdigit() and b.isdigit()) for a, b in like
+            ):
+                made = [b if a == "*" else a for a, b in zip(head, whole, strict=False)]
+                return {".".join([*made, *whole[len(head) :]]): leaf}
+    return {pattern.replace("*", "0"): _PROBE}
 
 
 def _match(key: str, pattern: str) -> bool:

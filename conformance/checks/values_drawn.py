@@ -91,9 +91,10 @@ class Bench:
         wanted, made = (
             {k: v for k, v in side.items() if not lab.hf_only(k)} for side in (wanted, out)
         )
-        wrong = list(_told("to_hf", wanted, made, "the whole model in its own order"))
+        why = _because(case)
+        wrong = list(_told("to_hf", wanted, made, "the whole model in its own order", why))
         if case.sizes or case.dtypes != "own":
-            wrong += self._against_reference(lab, whole, written)
+            wrong += self._against_reference(lab, whole, written, why)
         yield from wrong
         if wrong:
             return
@@ -106,9 +107,11 @@ class Bench:
         mine = {k: v for k, v in back.items() if k in returned}
         # A declared policy of dtypes is the business of `dtypes.policy`.
         mine |= {k: returned[k] for k, v in mine.items() if v.dtype != returned[k].dtype}
-        yield from _told("from_hf", returned, mine, "what to_hf was given")
+        yield from _told("from_hf", returned, mine, "what to_hf was given", why)
 
-    def _against_reference(self, lab: Lab, whole: State, written: State) -> Iterator[Finding]:
+    def _against_reference(
+        self, lab: Lab, whole: State, written: State, why: Why
+    ) -> Iterator[Finding]:
         try:
             theirs = lab.ask("to_hf", whole)
         except NotApplicable:
@@ -123,7 +126,7 @@ class Bench:
             and v.dtype == written[k].dtype
         }
         same = {k: written[k] for k in pairs}
-        yield from _told("to_hf", pairs, same, f"reference {lab.reference.name}")
+        yield from _told("to_hf", pairs, same, f"reference {lab.reference.name}", why)
 
     @functools.cache  # noqa: B019 (a bench lives as long as its check)
     def _whole(self, sizes: tuple[tuple[str, int], ...], dtypes: str) -> tuple[State, State]:
@@ -165,7 +168,27 @@ def _unit(key: str) -> str:
     return key
 
 
-def _told(direction: str, wanted: State, have: State, oracle: str) -> Iterator[Finding]:
+Why = tuple[str, str]
+
+
+def _because(case: Case) -> Why:
+    """Cause and remedy: what is drawn about this case, and so about the smallest that shows it."""
+    if case.sizes:
+        return "a size of the model is known by heart", "take sizes from the config or the shapes"
+    if case.part:
+        return (
+            "something counts, pairs or remembers what it is given",
+            "convert each tensor by its own name and number",
+        )
+    if case.order != "own":
+        return "the order of the dict is used", "find members by number, not by position"
+    return (
+        "the conversion depends on the dtype or on the values",
+        "move elements, whatever they are",
+    )
+
+
+def _told(direction: str, wanted: State, have: State, oracle: str, why: Why) -> Iterator[Finding]:
     for one in differences(wanted, have):
         yield Finding(
             what=f"{direction} gives {len(one.keys)} of {count(len(wanted), 'tensor')} otherwise",
@@ -173,8 +196,8 @@ def _told(direction: str, wanted: State, have: State, oracle: str) -> Iterator[F
             coordinate=one.coordinate,
             expected=oracle,
             actual=one.actual,
-            cause="something counts, pairs or remembers what it is given",
-            remedy="convert each tensor by its own name and number",
+            cause=why[0],
+            remedy=why[1],
             oracle=oracle,
         )
 

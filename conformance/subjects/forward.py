@@ -57,7 +57,7 @@ def _pair(lab: Lab, config: Mapping[str, Any], native: Logits | None) -> tuple[T
     import torch
 
     kind = config["model_type"]
-    _can_run(lab, kind)
+    _can_run(lab, kind, native)
     state = weights(lab.native, lab.seed)
     for alias, source in lab.may.tied.items():
         state[alias] = state[source]
@@ -90,12 +90,12 @@ def _seen(lab: Lab, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> d
     return {key: value for key, value in state.items() if key not in absent}
 
 
-def _can_run(lab: Lab, kind: str) -> None:
+def _can_run(lab: Lab, kind: str, native: Logits | None) -> None:
     """Raise NotApplicable with what is missing for a model of this type."""
     from conformance.lab import NotApplicable
     from conformance.subjects import forward_titan
 
-    why = "" if kind in _JOB else forward_titan.missing(kind)
+    why = "" if native or kind in _JOB else forward_titan.missing(kind)
     if not find_spec("transformers"):
         why = "transformers not installed"
     total = sum(leaf.numel for leaf in lab.native.values())

@@ -181,6 +181,13 @@ class ReturnsPath(Right):
         return path
 
 
+class NotAskedWhetherQuantized(Right):
+    """Managers ask with two arguments."""
+
+    def get_hf_storage_reader(self, path: str) -> Any:  # type: ignore[override]
+        return super().get_hf_storage_reader(path)
+
+
 class PlainForQuantized(Right):
     """from_quantized is ignored."""
 
@@ -345,6 +352,15 @@ SPECIMENS: tuple[Specimen, ...] = (
         "folder-with-a-stray", "files.index", "old.weight", kinds="HFS-02", make=_folder(_stray)
     ),
     Specimen("reader-is-a-path", "files.reader", "model.", ReturnsPath, "HFS-04", True, BLIND),
+    Specimen(
+        "reader-not-asked-whether-quantized",
+        "files.reader",
+        "model.",
+        NotAskedWhetherQuantized,
+        "",
+        False,
+        BLIND,
+    ),
     Specimen(
         "reader-reverses-rows", "files.reader", "self_attn", ReversesRows, "LAY-07", False, BLIND
     ),

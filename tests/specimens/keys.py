@@ -120,6 +120,7 @@ def total() -> list[Specimen]:
             False,
             BLIND,
         ),
+        Specimen("through-numpy", "keys.total", HEAD, ThroughNumpy, "", False, BLIND),
         Specimen(
             "scalars-skipped",
             "keys.total",
@@ -259,8 +260,37 @@ def exact() -> list[Specimen]:
     ]
 
 
+class LeansOnExport(Right):
+    """The import knows the vocabulary only from an export by the same adapter."""
+
+    def to_hf(self, state_dict: State) -> State:
+        self.rows = max((len(v) for v in state_dict.values() if v.dim()), default=0)
+        return super().to_hf(state_dict)
+
+    def from_hf(self, hf_state_dict: State) -> State:
+        assert self.rows
+        return super().from_hf(hf_state_dict)
+
+
+class ThroughNumpy(Right):
+    """Values leave torch, and come back as what nobody can follow."""
+
+    def to_hf(self, state_dict: State) -> State:
+        out = super().to_hf(state_dict)
+        return {k: torch.from_numpy(v.detach().cpu().numpy().copy()) for k, v in out.items()}
+
+
 def imports_() -> list[Specimen]:
     return [
+        Specimen(
+            "import-leans-on-export",
+            "keys.import",
+            "model.",
+            LeansOnExport,
+            "REF-04",
+            False,
+            BLIND,
+        ),
         Specimen(
             "import-skips-a-key",
             "keys.import",

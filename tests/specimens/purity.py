@@ -95,6 +95,25 @@ def purity() -> list[Specimen]:
                 out["norm.weight"] = self.kept
             return out
 
+    class DefaultDict(Right):
+        """What is returned first is returned for ever: a default argument is made once."""
+
+        def from_hf(self, hf_state_dict: State, out: State = {}) -> State:  # noqa: B006
+            for key, value in super().from_hf(hf_state_dict).items():
+                out.setdefault(key, value)
+            return {key: out[key] for key in super().from_hf(hf_state_dict)}
+
+    class Unwritten(Right):
+        """A row of the embedding is left as the allocator hands it out."""
+
+        def from_hf(self, hf_state_dict: State) -> State:
+            out = super().from_hf(hf_state_dict)
+            if "tok.weight" in out and right.is_plain(out["tok.weight"]):
+                value = torch.empty_like(out["tok.weight"])
+                value[:-1] = out["tok.weight"][:-1]
+                out["tok.weight"] = value
+            return out
+
     class Appearance(Right):
         """Experts in the order in which they come."""
 
@@ -189,6 +208,24 @@ def purity() -> list[Specimen]:
             "REF-05",
             False,
             BLIND,
+        ),
+        Specimen(
+            "default-argument-fills-up",
+            "purity.stateless",
+            "tok.weight",
+            DefaultDict,
+            "REF-04",
+            False,
+            BLIND,
+        ),
+        Specimen(
+            "row-that-nobody-wrote",
+            "purity.repeat",
+            "tok.weight",
+            Unwritten,
+            "REF-02",
+            False,
+            {**BLIND, "capabilities": Capabilities(lossy={"tok.weight": "the last row pads it"})},
         ),
         Specimen(
             "import-remembers-export",

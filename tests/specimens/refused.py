@@ -32,6 +32,18 @@ def accepted() -> list[Specimen]:
             out = super().from_hf({k: v for k, v in hf_state_dict.items() if "inv_freq" not in k})
             return {**out, **{k: v for k, v in hf_state_dict.items() if "inv_freq" in k}}
 
+    class FromTwelve(Right):
+        """Skips what lies beyond the last layer, one layer too late."""
+
+        def from_hf(self, hf_state_dict: State) -> State:
+            kept = {k: v for k, v in hf_state_dict.items() if not k.startswith("model.layers.13.")}
+            return super().from_hf(kept)
+
+    beyond = {
+        **BLIND,
+        "capabilities": Capabilities(hf_only={"model.layers.12.*": "predicts further tokens"}),
+    }
+
     class Forgets(Right):
         def to_hf(self, state_dict: State) -> State:
             return super().to_hf({k: v for k, v in state_dict.items() if k != "output.weight"})
@@ -45,6 +57,15 @@ def accepted() -> list[Specimen]:
             "BUF-03",
             True,
             extras,
+        ),
+        Specimen(
+            "extra-layer-taken-for-the-models",
+            "keys.hf-only",
+            "layers.12.attn.wq.weight",
+            FromTwelve,
+            "BUF-03",
+            False,
+            beyond,
         ),
         Specimen(
             "published-extra-kept",
