@@ -32,8 +32,9 @@ def render(report: Report) -> str:
             ("seed", str(report.seed)),
             ("device", report.device_words),
             *report.versions.items(),
+            *(("note", note) for note in report.notes if note.startswith(f"{subject}: ")),
         ):
-            ElementTree.SubElement(properties, "property", name=name, value=value)
+            ElementTree.SubElement(properties, "property", name=name, value=_clean(value))
         for cell in cells:
             _case(suite, cell)
     ElementTree.indent(root)

@@ -43,6 +43,7 @@ def render(report: Report) -> str:
                 "</details>",
                 "",
             ]
+    lines += [*(f"- note: {_cell(note)}" for note in report.notes), ""] if report.notes else []
     quiet = [c for c in report.cells if c.verdict in ("n/a", "blocked", "xfail")]
     if quiet:
         lines += ["<details><summary>Not passed and not failed</summary>", ""]

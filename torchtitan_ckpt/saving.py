@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import posixpath
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,13 @@ def claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _no_files_for_steps(folder)
         other = owner.read(folder)
-        if other is not None and not owner.is_me(other) and owner.is_alive(other):
+        if other is not None and owner.is_me(other):
+            logger.warning(
+                "another manager of this process saves into %s: steps of the two will replace each "
+                "other; close it first, or give each its checkpoint.folder",
+                folder,
+            )
+        elif other is not None and owner.is_alive(other):
             logger.warning(
                 "another job saves into %s (process %d on %s): steps of the two will replace "
                 "each other; use another dump_folder",
@@ -255,7 +260,7 @@ def write_step(
                     folders.publish(Path(path), Path(folder), step, sync=sync)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
+            folders.abandon(Path(path))
         raise
     return final
 

@@ -152,6 +152,24 @@ def test_a_link_whose_end_is_away_is_not_to_be_removed(tmp_path: Path) -> None:
     assert str(tmp_path / "not mounted") in caught.value.problems[0].actual
 
 
+def test_a_second_manager_of_one_process_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two models, two managers, one default folder: each would replace the other's steps."""
+
+    def told() -> int:
+        return sum("another manager of this process" in text for text in caplog.messages)
+
+    first = manager(tmp_path)
+    assert told() == 0
+    second = manager(tmp_path)
+    assert told() == 1
+    first.close()
+    second.close()
+    manager(tmp_path).close()
+    assert told() == 1
+
+
 def test_names_that_are_not_utf8_come_back(tmp_path: Path) -> None:
     """The path lies in the metadata, and a loader's state may name files."""
     name = os.fsdecode(b"bad\xff")

@@ -1,15 +1,18 @@
-"""The reference job when nobody reads its lines, and when it is interrupted."""
+"""The reference job when nobody reads its lines, and when it or its launcher is stopped."""
 
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from torchtitan_ckpt.config import CheckpointConfig
-from torchtitan_ckpt.train import registry, trainer
+from torchtitan_ckpt.train import launch, registry, trainer
 from torchtitan_ckpt.train.__main__ import main
 from torchtitan_ckpt.train.config import TrainingConfig
 
@@ -43,3 +46,16 @@ def test_an_interrupted_job_says_so_without_a_traceback(
     monkeypatch.setattr(trainer, "run", interrupted)
     assert main(["--dump_folder", str(tmp_path)]) == 130
     assert caplog.messages == ["interrupted"]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_is_stopped_says_so_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop: signal.Signals
+) -> None:
+    def stopped(_: list[str]) -> None:
+        raise SignalException("in the launcher", stop)
+
+    monkeypatch.setattr(run, "main", stopped)
+    monkeypatch.setenv("NGPU", "2")
+    assert launch.main(["--dump_folder", "unused"]) == 128 + stop
+    assert capsys.readouterr().err == f"the job was stopped by {stop.name}\n"

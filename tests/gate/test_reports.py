@@ -114,6 +114,11 @@ def test_junit_counts_and_texts() -> None:
     ElementTree.fromstring(junit.render(dirty))
 
 
+def test_what_was_left_out_is_said_in_every_report() -> None:
+    for module in (as_json, html, junit, markdown):
+        assert REPORT.notes[0] in module.render(REPORT), module
+
+
 def test_markdown_table_and_escapes() -> None:
     text = markdown.render(REPORT)
     assert "| keys.total | ❌ fail | ❗ xpass |" in text

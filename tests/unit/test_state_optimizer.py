@@ -355,6 +355,8 @@ def test_amsgrad_follows_the_file_unless_kept(tmp_path: Path, saved: bool) -> No
         notes = load(tmp_path, target, net)
         assert optimizer_bits(target) == optimizer_bits(optimizer)
         assert any("amsgrad" in note for note in notes)
+        dropped = "max_exp_avg_sq dropped: the checkpoint's group does not use it"
+        assert any(dropped in note for note in notes) is (stepped and not saved)
         train(net, [target], 1)
 
     target = torch.optim.AdamW(net.parameters(), amsgrad=not saved)
@@ -383,6 +385,60 @@ def test_missing_state_names_the_parameter(key: str, stepped: bool) -> None:
     with pytest.raises(MismatchError, match=rf"layers\.11\.weight: the checkpoint lacks {key}"):
         load_optimizer_state_dict(target, net, flat)
     assert optimizer_bits(target) == before
+
+
+class Holding(torch.optim.Optimizer):
+    """Nothing is known of it, so what it holds is all that tells what a file must have."""
+
+    def __init__(self, params: Any, **flags: float) -> None:
+        super().__init__(params, {"lr": 0.5, **flags})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            self.state[p] = {"step": torch.tensor(1.0), "momentum_buffer": p.grad.clone()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [({}, "momentum_buffer"), ({"momentum": 0.5}, "momentum_buffer"), ({"momentum": 0.0}, "step")],
+    ids=str,
+)
+def test_what_an_unknown_optimizer_holds_is_wanted_of_the_file(
+    flags: dict[str, float], lost: str
+) -> None:
+    with pytest.raises(MismatchError, match=rf"layers\.11\.weight: the checkpoint lacks {lost}"):
+        _without(lost, flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost", "told"),
+    [
+        ({"momentum": 0.0}, "momentum_buffer", "does not use it"),
+        ({"step": 1.0}, "step", ""),
+    ],
+    ids=str,
+)
+def test_what_a_group_has_switched_off_or_counts_itself_may_be_absent(
+    flags: dict[str, float], lost: str, told: str
+) -> None:
+    state, notes = _without(lost, flags)
+    assert lost not in state
+    assert len(state) == 1
+    dropped = [note for note in notes if f"{lost} dropped: the checkpoint's group" in note]
+    assert [note[-len(told) :] for note in dropped] == ([told] if told else [])
+
+
+def _without(lost: str, flags: dict[str, float]) -> tuple[dict[str, Any], list[str]]:
+    """One parameter's state, and the notes, after the load of a file that lacks a part of it."""
+    net = make_net()
+    optimizer, target = (Holding(net.parameters(), **flags) for _ in range(2))
+    train(net, [optimizer], 1)
+    flat = optimizer_state_dict(optimizer, net)
+    del flat[f"state.layers.11.weight.{lost}"]
+    train(net, [target], 1)
+    notes = load_optimizer_state_dict(target, net, flat)
+    return target.state[net.get_parameter("layers.11.weight")], notes
 
 
 def test_other_shape_is_refused(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         report(error, argv)
         return error.exit_code
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     words = [f"--nproc-per-node={command.ngpu}"]
@@ -60,6 +61,9 @@ def main(argv: Sequence[str]) -> int:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         print(f"rank {rank} of the job ended first, {how}", file=sys.stderr)
         return code if code > 0 else 128 - code
+    except SignalException as stop:  # Ctrl-C, or a scheduler that wants the nodes back
+        print(f"the job was stopped by {stop.sigval.name}", file=sys.stderr)
+        return 128 + stop.sigval
     return 0
 
 
