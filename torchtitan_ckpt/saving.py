@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import posixpath
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,7 @@ def write_step(
                     folders.publish(Path(path), Path(folder), step, sync=sync)
     except BaseException:
         if ranks.rank == 0:
-            folders.abandon(Path(path))
+            shutil.rmtree(path, ignore_errors=True)
         raise
     return final
 
