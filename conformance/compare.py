@@ -56,7 +56,7 @@ def _place(positions: Positions, number: int) -> str:
 
 def _cause(positions: Positions, expected: torch.Tensor, actual: torch.Tensor) -> str:
     flat_e, flat_a = expected.reshape(-1), actual.reshape(-1)
-    unknown = int((flat_a == 0).sum())
+    unknown = int(((flat_a == 0) & (flat_e != 0)).sum())
     if unknown == flat_a.numel():
         return "no element comes from the input: computed, constant, or left as it was"
     if unknown:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from conformance import Capabilities
 from tests.specimens.edits import (
     back,
     edited,
@@ -53,6 +54,17 @@ def pinned() -> list[Specimen]:
         ),
         Specimen(
             "gate-and-up-swapped-on-import", imports, "w13", edited(before_import=gates), "FUS-01"
+        ),
+        Specimen(
+            "declared-loss-hides-an-order",
+            export,
+            "embed_tokens",
+            edited(
+                value("embed_tokens", lambda v: v.roll(1, 0)),
+                before_import=value("embed_tokens", lambda v: v.roll(-1, 0)),
+            ),
+            "LAY-04",
+            options={"capabilities": Capabilities(lossy={"*tok*.weight": "padded rows"})},
         ),
         Specimen("ends-swapped", export, "lm_head", edited(ends, before_import=ends), "TIE-01"),
         Specimen(
