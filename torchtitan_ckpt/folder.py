@@ -33,6 +33,9 @@ _UNFINISHED = re.compile(r"unfinished\.(\d+)\.([A-Za-z0-9]+)\.(\d+)\.(\d+)\.[0-9
 _REPLACED = re.compile(r"replaced\.(\d+)\.[0-9a-f]{8}")
 _REMOVED = re.compile(r"removed\.[0-9a-f]{8}")
 
+# The folders of this process's saves that are neither published nor abandoned.
+_begun: set[str] = set()
+
 # What renaming a folder answers when its new name is that of a step, a link or a file.
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -111,8 +114,21 @@ def begin(folder: Path, step: int) -> Path:
     """Make the folder that step N is written into, its name signed by us; returns its path."""
     me = owner.myself()
     path = folder / f"unfinished.{step}.{this_host()}.{me.pid}.{me.start}.{secrets.token_hex(4)}"
+    _begun.add(path.name)
     path.mkdir(parents=True)
     return path
+
+
+def abandon(path: Path) -> None:
+    """Remove the folder of a save that failed, as far as that can be done."""
+    shutil.rmtree(path, ignore_errors=True)
+    _begun.discard(path.name)
+
+
+def is_begun(path: Path) -> bool:
+    """Whether this process is writing into a folder that it made: in another thread, by another
+    manager, or under a signal handler that saves."""
+    return path.name in _begun
 
 
 def is_ours(path: Path) -> bool:
@@ -148,6 +164,7 @@ def publish(path: Path, folder: Path, step: int, *, sync: bool) -> Path:
             logger.warning("could not remove %s, which was replaced: %s", old, error)
     if sync:
         sync_dir(folder)
+    _begun.discard(path.name)
     return target
 
 

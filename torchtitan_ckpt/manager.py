@@ -220,7 +220,10 @@ class CheckpointManager:
                 self._finish(step, path, full=True)
             return path
 
-        self._pending = self._background.submit(run)
+        try:
+            self._pending = self._background.submit(run)
+        except RuntimeError:  # the interpreter is ending and starts no thread any more
+            run()
         if wait:
             self.maybe_wait_for_saving()
 

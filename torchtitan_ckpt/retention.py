@@ -56,11 +56,12 @@ def remove_leftovers(folder: Path, newest_full: Path | None) -> None:
 
 
 def _goes_on(item: folders.Unfinished, newest: float) -> bool:
-    """Whether another process may still be writing. Our own saves come one after the other, so
-    one that is older than a finished one has failed."""
+    """Whether a process may still be writing."""
     if item.host != folders.this_host():
         return item.mtime + FRESH >= newest
-    return item.pid != os.getpid() and process_alive(item.pid, item.start)
+    if item.pid == os.getpid():
+        return folders.is_begun(item.path)
+    return process_alive(item.pid, item.start)
 
 
 def _remove_tree(path: Path, what: str) -> None:

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import posixpath
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -261,7 +260,7 @@ def write_step(
                     folders.publish(Path(path), Path(folder), step, sync=sync)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
+            folders.abandon(Path(path))
         raise
     return final
 

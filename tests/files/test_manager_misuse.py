@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import thread
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,20 @@ def test_a_link_whose_end_is_away_is_not_to_be_removed(tmp_path: Path) -> None:
         manager(tmp_path)
     assert caught.value.problems[0].code == "save.lost-link"
     assert str(tmp_path / "not mounted") in caught.value.problems[0].actual
+
+
+def test_a_save_at_the_end_of_the_interpreter_is_made_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from `atexit`, when no thread can be started any more."""
+    with Job(tmp_path, async_mode="async") as job:
+        job.train(2)
+        job.manager.maybe_wait_for_saving()
+        monkeypatch.setattr(thread, "_shutdown", True)
+        job.train(4)
+        assert job.manager.pending is None
+        assert (tmp_path / "checkpoint/step-4/.metadata").exists()
+        monkeypatch.undo()
 
 
 def test_a_second_manager_of_one_process_is_told(

@@ -157,3 +157,19 @@ def test_an_unfinished_save_newer_than_the_newest_full_step_stays(tmp_path):
     fresh = folder.begin(tmp_path, 20)
     retention.remove_leftovers(tmp_path, tmp_path / "step-10")
     assert fresh.exists()
+
+
+def test_a_save_of_this_process_that_goes_on_is_left_alone(tmp_path):
+    """In another thread, by another manager, or under a signal handler that saves."""
+    path = folder.begin(tmp_path, 20)
+    os.utime(path, (1.0, 1.0))
+    retention.remove_leftovers(tmp_path, full_step(tmp_path))
+    assert path.exists()
+    (path / ".metadata").touch()
+    target = folder.publish(path, tmp_path, 20, sync=False)
+    assert not folder.is_begun(path)
+    failed = folder.begin(tmp_path, 30)
+    folder.abandon(failed)
+    assert not failed.exists()
+    assert not folder.is_begun(failed)
+    assert target.exists()

@@ -92,6 +92,16 @@ def test_none_is_not_in_the_dict_and_comes_back() -> None:
     assert target.values["nothing"] is None
 
 
+def test_names_that_this_package_uses_may_be_the_objects_own(tmp_path: Path) -> None:
+    mine = {"@layout": 3, "@rng": {"x": torch.tensor([1.0])}, "@rng~": 5, "step": 1}
+    flat = save(tmp_path, mine)
+    assert not any(key.startswith("@rng.") for key in flat)
+    found = {"@layout": 0, "@rng": {"x": torch.tensor([0.0])}, "@rng~": 0, "step": 0}
+    load(tmp_path, found)
+    assert torch.equal(found["@rng"].pop("x"), torch.tensor([1.0]))
+    assert found == {**mine, "@rng": {}}
+
+
 def test_lists_may_grow(tmp_path: Path) -> None:
     """DAT-04: the keys do not depend on what lies in a list."""
     source, target = {"k": [{"a": 1}, {"b": 2}]}, {"k": []}

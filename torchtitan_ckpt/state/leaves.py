@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,17 @@ def holds_tensor(value: Any) -> bool:
     return type(value) in (list, tuple) and any(holds_tensor(v) for v in value)
 
 
-def flatten(tree: Mapping[Any, Any], *, dicts: bool = True) -> tuple[dict[str, Any], Node]:
+def flatten(
+    tree: Mapping[Any, Any], *, dicts: bool = True, reserved: Iterable[str] = ()
+) -> tuple[dict[str, Any], Node]:
     """A nested state as flat `{name: leaf}` and the `Node` that brings it back.
 
     Lists and tuples are flattened only where a tensor lies in them; so are nested dicts, unless
     `dicts` asks for all of them (optimizer state: torch and torchtitan write it so). None never
-    becomes a leaf: it lives in the node alone.
+    becomes a leaf: it lives in the node alone. `reserved` are flat names that mean something else.
     """
     flat: dict[str, Any] = {}
-    taken: set[str] = set()
+    taken = set(reserved)
     try:
         children = [[key, _flatten(v, str(key), flat, taken, dicts)] for key, v in tree.items()]
     except RecursionError:

@@ -34,6 +34,8 @@ from torchtitan_ckpt.state.theirs import give, state_of
 
 LAYOUT = "@layout"
 WORLD_SIZE = "world_size"
+# Names on disk that are not the object's own: the structure, and the generators of `rng`.
+_RESERVED = (LAYOUT, "@rng")
 _RANK = re.compile(r"rank_(\d+)\.")
 
 
@@ -45,7 +47,7 @@ def object_state_dict(
     `rank` and `world_size` matter for rank-local objects only; the default is this process's.
     Raises `SaveError` with every key that no file can hold.
     """
-    leaves, node = flatten(_state_of(obj), dicts=False)
+    leaves, node = flatten(_state_of(obj), dicts=False, reserved=_RESERVED)
     problems = [
         Problem(
             code="state.unstorable",
@@ -74,7 +76,7 @@ def object_template(
 
     Keys are without `prefix`. Other ranks' parts of a rank-local object are left out.
     """
-    live, _ = flatten(_state_of(obj), dicts=False)
+    live, _ = flatten(_state_of(obj), dicts=False, reserved=_RESERVED)
     mine = f"rank_{_place(rank, None)[0]}."
     local = _is_rank_local(obj)
     template: dict[str, Any] = {}

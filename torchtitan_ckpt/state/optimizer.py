@@ -202,7 +202,7 @@ def _put_state(
 ) -> list[Problem]:
     """Put one owner's state into `flat`. `local` names its plain shards; None means all of them."""
     problems: list[Problem] = []
-    leaves, node = flatten(state)
+    leaves, node = flatten(state, reserved=(LAYOUT,))
     forms: dict[str, Form] = {}
     for name, value in leaves.items():
         emptied = emptied_problem(owner, name, value)
