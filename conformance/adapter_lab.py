@@ -6,6 +6,7 @@ What ranks do is `conformance/adapted.py`; no verdicts here.
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import sys
@@ -26,7 +27,7 @@ DEGREES = ("fsdp2", "fsdp3", "fsdp4", "tp2", "hsdp2x2", "fsdp2 x tp2", "fsdp2 x 
 
 
 class AdapterLab:
-    """One subject's adapter under every split; each split runs once, when first asked for.
+    """One subject's adapter under every split, which run once, when first asked for.
 
     `exported` and `imported` are the keys that one rank gives.
     """
@@ -47,27 +48,35 @@ class AdapterLab:
         self._ticket = _ticket(lab.subject, found)
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-gate-")
         self._truth = str(Path(self._folder.name, "truth.pt"))
-        self._told: dict[str, list[Told]] = {}
         truth = _truth_of(lab)
         truth.write(self._truth)
         self.exported, self.imported = truth.hf.keys(), truth.back.keys()
 
-    def told(self, case: Case) -> list[Told]:
-        """What each rank tells; one tells for all where the adapter ended the others."""
-        if case.name not in self._told:
-            self._told[case.name] = self._run(case)
-        return self._told[case.name]
+    @functools.cached_property
+    def results(self) -> list[tuple[str, list[Told]]]:
+        """Each split's name, and what its ranks tell.
+
+        Where the adapter ended its ranks, one tells for all, and no further split is tried: each
+        would take as long.
+        """
+        out: list[tuple[str, list[Told]]] = []
+        for number, case in enumerate(self.cases, 1):
+            try:
+                out.append((case.name, self._run(case)))
+            except RanksFailed as error:
+                first = error.first
+                if first.kind == "raised" and not isinstance(first.error, RaisedAlone):
+                    raise
+                words = str(first.error or f"rank {first.rank} {first.kind}: {first.summary}")
+                if number < len(self.cases):
+                    words += f"; of {len(self.cases)} splits {len(self.cases) - number} not tried"
+                raised = Wrong("to_hf", "", "what one rank gives", words)
+                return [*out, (case.name, [Told(raised=(raised,))])]
+        return out
 
     def _run(self, case: Case) -> list[Told]:
         arguments = (self._ticket, self._truth, case.degrees, self._kind)
-        try:
-            ranks = self.pool.run(convert, case.ranks, *arguments, timeout=TIMEOUT)
-        except RanksFailed as error:
-            first = error.first
-            if first.kind == "raised" and not isinstance(first.error, RaisedAlone):
-                raise
-            words = str(first.error or f"rank {first.rank} {first.kind}: {first.summary}")
-            return [Told(raised=(Wrong("to_hf", "", "what one rank gives", words),))]
+        ranks = self.pool.run(convert, case.ranks, *arguments, timeout=TIMEOUT)
         lost = next((rank.why for rank in ranks if isinstance(rank, NotFound)), "")
         if lost:
             raise NotApplicable(_UNNAMED.format(f"imported by rank processes ({lost})"))

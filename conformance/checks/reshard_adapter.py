@@ -65,7 +65,7 @@ def convert(lab: Lab) -> Iterator[Finding]:
 def placements(lab: Lab) -> Iterator[Finding]:
     """What comes back is split as the model is, or not at all."""
     _some_ran(lab)
-    told = [one for case in lab.ranks.cases for one in lab.ranks.told(case)[:1]]
+    told = [ranks[0] for _, ranks in lab.ranks.results]
     if not any(one.ways["as it lay"] + one.ways["whole"] + len(one.placements) for one in told):
         raise NotApplicable("from_hf returns plain tensors only: to split them is the trainer's")
     whole = max(one.ways["whole"] for one in told)
@@ -99,10 +99,7 @@ def _causes(
     """What is wrong, over all splits and ranks: one for each direction and template of keys."""
     groups: dict[tuple[str, str], list[Under]] = {}
     every = [
-        (case.name, wrong)
-        for case in lab.ranks.cases
-        for told in lab.ranks.told(case)
-        for wrong in of(told)
+        (split, wrong) for split, ranks in lab.ranks.results for told in ranks for wrong in of(told)
     ]
     for split, wrong in (*every, *more):
         groups.setdefault((wrong.direction, template_of(wrong.key)), []).append((split, wrong))
@@ -112,17 +109,17 @@ def _causes(
 
 def _left_out(lab: Lab) -> Iterator[Under]:
     """Keys of files that no rank writes, and keys of the model that some rank does not get back."""
-    for case in lab.ranks.cases:
-        told = [one for one in lab.ranks.told(case) if not one.raised]
+    for split, ranks in lab.ranks.results:
+        told = [one for one in ranks if not one.raised]
         if told:
             written = frozenset().union(*(one.given["to_hf"] for one in told))
             for key in lab.ranks.exported - written:
-                yield case.name, Wrong("to_hf", key, "a tensor, on some rank", "left out on all")
+                yield split, Wrong("to_hf", key, "a tensor, on some rank", "left out on all")
             back = frozenset.intersection(*(one.given["from_hf"] for one in told))
             for key in lab.ranks.imported - back:
-                yield case.name, Wrong("from_hf", key, "a tensor, on every rank", "left out")
+                yield split, Wrong("from_hf", key, "a tensor, on every rank", "left out")
 
 
 def _some_ran(lab: Lab) -> None:
-    if all(lab.ranks.told(case)[0].raised for case in lab.ranks.cases):
+    if all(ranks[0].raised for _, ranks in lab.ranks.results):
         raise NotApplicable("the adapter raises under every split: see reshard.convert")

@@ -18,7 +18,7 @@ from conformance.contract import BY_ID
 from conformance.engine import Bench, one_thread
 from conformance.subjects import families
 from conformance.subjects.configs import CONFIGS
-from tests.gate.detection import ON_RANKS, named
+from tests.gate.detection import ON_RANKS, cells_of, failing, missed, named
 from tests.specimens.ranked import SPECIMENS, Edited, subject
 from tests.specimens.specimen import Specimen
 
@@ -40,6 +40,17 @@ def test_the_named_check_catches_the_specimen_and_names_its_key(specimen: Specim
 
 def test_each_check_has_a_specimen() -> None:
     assert {s.check for s in SPECIMENS} == set(CHECKS)
+
+
+@pytest.mark.slow
+def test_removing_any_check_lets_a_specimen_live() -> None:
+    rows = {specimen.name: cells_of(specimen) for specimen in SPECIMENS}
+    assert missed(rows) == []
+    for specimen in SPECIMENS:
+        assert failing(rows[specimen.name]) == [specimen.check], specimen.name
+    for check_id in CHECKS:
+        lonely = next(s for s in SPECIMENS if s.check == check_id)
+        assert failing(cells_of(lonely, without=(check_id,))) == [], lonely.name
 
 
 class ComesBackWhole(Edited):
@@ -175,7 +186,9 @@ class RaisesOnOneRank(Edited):
 
 @pytest.mark.slow
 def test_one_that_raises_alone_does_not_hang_the_gate() -> None:
-    report = check(subject("alone", RaisesOnOneRank, "fsdp2"), checks=["reshard.convert"])
+    report = check(subject("alone", RaisesOnOneRank, "fsdp2", "fsdp4"), checks=CHECKS)
     (finding,) = report.findings
+    assert finding.coordinate == "fsdp2"
     assert "this rank holds the rest" in finding.actual
-    assert finding.actual.endswith("on rank 1 and not on all")
+    assert finding.actual.endswith("on rank 1 and not on all; of 2 splits 1 not tried")
+    assert [c.verdict for c in report.cells] == ["n/a", "fail", "n/a"]
