@@ -18,7 +18,7 @@ from conformance.contract import BY_ID
 from conformance.engine import Bench, one_thread
 from conformance.subjects import families
 from conformance.subjects.configs import CONFIGS
-from tests.gate.detection import ON_RANKS, cells_of, failing, missed, named
+from tests.gate.detection import ON_RANKS, named
 from tests.specimens.ranked import SPECIMENS, Edited, subject
 from tests.specimens.specimen import Specimen
 
@@ -40,17 +40,6 @@ def test_the_named_check_catches_the_specimen_and_names_its_key(specimen: Specim
 
 def test_each_check_has_a_specimen() -> None:
     assert {s.check for s in SPECIMENS} == set(CHECKS)
-
-
-@pytest.mark.slow
-def test_removing_any_check_lets_a_specimen_live() -> None:
-    rows = {specimen.name: cells_of(specimen) for specimen in SPECIMENS}
-    assert missed(rows) == []
-    for specimen in SPECIMENS:
-        assert failing(rows[specimen.name]) == [specimen.check], specimen.name
-    for check_id in CHECKS:
-        lonely = next(s for s in SPECIMENS if s.check == check_id)
-        assert failing(cells_of(lonely, without=(check_id,))) == [], lonely.name
 
 
 class ComesBackWhole(Edited):
