@@ -47,7 +47,7 @@ class Written(Protocol):
 
 
 class Behind:
-    """`digests` are of the boxes as they were made, `compared` says where equal ones lie."""
+    """`compared` says where boxes lie that are equal; of the others made, `digests` has digests."""
 
     def __init__(self) -> None:
         self.digests: dict[Place, int] = {}
@@ -97,11 +97,12 @@ class Behind:
         with opened as reader:
             for (place, dtype), shard in zip(boxes, shards, strict=True):
                 try:
-                    same = digest(reader.fill, place, dtype) == self.digests[place]
+                    found = digest(reader.fill, place, dtype)
                 except CheckpointError:
-                    same = False
-                if same:
+                    continue
+                if found == self.digests[place]:
                     self.compared[place] = shard
+                    del self.digests[place]
 
 
 def digest(fill: Callable[[str, Ints, torch.Tensor], None], place: Place, dtype: str) -> int:
