@@ -366,9 +366,13 @@ class CheckpointManager:
         return Stager(pin=True, device=place)
 
     def _start_purger(self) -> retention.Purger | None:
-        if self._ranks.rank != 0 or self.config.load_only or is_remote(self.folder):
+        if self._ranks.rank != 0 or self.config.load_only:
             return None
-        return retention.Purger(self._surplus)
+        if not is_remote(self.folder):
+            return retention.Purger(self._surplus)
+        if self.config.keep_latest_k:
+            logger.warning("keep_latest_k does nothing in a remote folder: every step stays")
+        return None
 
     def _surplus(self) -> list[Path]:
         folder = Path(self.folder)

@@ -185,6 +185,17 @@ def test_a_second_manager_of_one_process_is_told(
     assert told() == 1
 
 
+@pytest.mark.parametrize("keep", [0, 10])
+def test_a_remote_folder_keeps_every_step_and_says_so(
+    caplog: pytest.LogCaptureFixture, keep: int
+) -> None:
+    config = CheckpointManager.Config(enable=True, keep_latest_k=keep)
+    CheckpointManager(config, model_parts=nn.Linear(3, 2), base_folder="memory://kept").close()
+    assert [text for text in caplog.messages if "every step stays" in text] == [
+        "keep_latest_k does nothing in a remote folder: every step stays"
+    ] * bool(keep)
+
+
 def test_names_that_are_not_utf8_come_back(tmp_path: Path) -> None:
     """The path lies in the metadata, and a loader's state may name files."""
     name = os.fsdecode(b"bad\xff")
