@@ -97,10 +97,19 @@ class Lab:
     @property
     def listed(self) -> Mapping[str, Leaf | None]:
         """The leaves of that list; none where there is no list, or none that can be read."""
+        return self._files.leaves
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the subject declares quantized files, or lists some."""
+        return bool(self.may.quantized or self._files.quantized)
+
+    @property
+    def _files(self) -> FileList:
         try:
-            return self.hf.leaves
+            return self.hf
         except (NotApplicable, AdapterRaised):  # the latter is the finding of `keys.exact`
-            return {}
+            return FileList({}, "")
 
     def resized(self, sizes: Mapping[str, int]) -> Lab:
         """The lab of the subject's model of other sizes; made once, and this one for none."""

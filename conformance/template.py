@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem
-from torchtitan_ckpt.manifest import Manifest
+from torchtitan_ckpt.errors import CheckpointError, ConfigError, Problem, RefusedError
+from torchtitan_ckpt.formats import quantized
+from torchtitan_ckpt.manifest import Manifest, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class FileList:
-    """What the files should hold. A leaf is None where only the key is known."""
+    """What the files should hold. A leaf is None where only the key is known.
+
+    Of quantized files, what an adapter sees of them: weights under their own keys, no scales.
+    """
 
     leaves: Mapping[str, Leaf | None]
     source: str
+    quantized: bool = False
 
 
 def leaf_of(value: Any) -> Leaf | None:
@@ -68,6 +73,33 @@ def native_template(native: Any) -> dict[str, Leaf]:
 
 def file_list(hf: Any) -> FileList | None:
     """What a Subject's `hf` says the files hold, or None when it says nothing."""
+    found = _stored(hf)
+    return found and _logical(found)
+
+
+def _logical(stored: FileList) -> FileList:
+    """The list without scales, which a dequantizing reader takes and an adapter never sees."""
+    leaves = {k: leaf for k, leaf in stored.leaves.items() if leaf is not None}
+    if len(leaves) < len(stored.leaves):
+        kept = {k: leaf for k, leaf in stored.leaves.items() if not _scale_of(k, stored.leaves)}
+        return FileList(kept, stored.source, stored.quantized or len(kept) < len(stored.leaves))
+    entries = {k: TensorEntry(k, leaf.shape, leaf.dtype) for k, leaf in leaves.items()}
+    manifest = Manifest(stored.source, "hf", entries)
+    if not quantized.is_quantized(manifest):
+        return stored
+    try:
+        logical = quantized.logical_manifest(manifest)
+    except RefusedError:  # codes of a scheme that is not known here: as they are stored
+        return stored
+    return FileList({k: leaf_of(v) for k, v in logical.tensors.items()}, stored.source, True)
+
+
+def _scale_of(key: str, keys: Iterable[str]) -> bool:
+    """Whether a key names the scales of another, as far as names tell."""
+    return key.endswith("_scale_inv") and key.removesuffix("_scale_inv") in keys
+
+
+def _stored(hf: Any) -> FileList | None:
     if callable(hf) and not isinstance(hf, Mapping):
         hf = hf()
     if hf is None or isinstance(hf, FileList):

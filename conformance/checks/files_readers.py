@@ -98,8 +98,7 @@ def reader(lab: Lab) -> Iterator[Finding]:
 
 def quantized(lab: Lab) -> Iterator[Finding]:
     """With from_quantized=True, fp8 weights come out as values, or the load is refused."""
-    packed = any(leaf and leaf.dtype.startswith("float8") for leaf in lab.listed.values())
-    if not lab.may.quantized and not packed:
+    if not lab.quantized:
         raise NotApplicable("the subject does not declare quantized files (quantized)")
     found = [k for k, leaf in _small(lab).items() if k.endswith(".weight") and len(leaf.shape) == 2]
     if not found:
@@ -120,7 +119,16 @@ def quantized(lab: Lab) -> Iterator[Finding]:
         try:
             source = _reader(lab, folder, True)
             _load(source, target)
-        except AdapterRaised:
+        except AdapterRaised as error:
+            if lab.may.quantized:
+                yield Finding(
+                    what="the quantized reader cannot read what it is declared to dequantize",
+                    keys=(key, name),
+                    expected="fp8 codes and, for each block of 128 x 128, a float32 scale",
+                    actual=str(error),
+                    cause="blocks of another size, or scales of another name",
+                    remedy="read published files, or do not declare it (quantized)",
+                )
             return
     got = target[key].cpu()
     if torch.equal(got, codecs.dequantized(codes, scales)):

@@ -15,6 +15,7 @@ from conformance.raised import told
 from conformance.template import Leaf
 from tests.specimens import right
 from tests.specimens.edits import edited, value
+from tests.specimens.files import PlainForQuantized
 from tests.specimens.keys import ThroughNumpy
 from tests.specimens.right import Right, State
 from tests.specimens.specimen import BLIND, HEAD, TiedRight
@@ -163,6 +164,21 @@ def test_the_index_of_a_tied_model_is_not_given_native_names() -> None:
     assert said(Passes, "keys.index", listed=listed, **may).ok
     (finding,) = said(Passes, "keys.index", **may).findings
     assert finding.keys == (HEAD,)
+
+
+@pytest.mark.parametrize("keys_only", [False, True])
+def test_scales_of_quantized_files_are_nothing_to_an_adapter(keys_only: bool) -> None:
+    """Its reader takes them: `from_hf` sees values, and may refuse a scale as any other key."""
+    files = right.files()
+    for key, (shape, _) in list(files.items()):
+        if key.endswith("o_proj.weight"):
+            files[key] = (shape, "float8_e4m3fn")
+            files[f"{key}_scale_inv"] = ((1, 1), "float32")
+    listed = list(files) if keys_only else files
+    report = said(Right, "keys.exact", "keys.index", "shapes.exact", listed=listed)
+    assert not report.findings, report.text()
+    plain = said(PlainForQuantized, "files.quantized", listed=listed, capabilities=Capabilities())
+    assert [f.what for f in plain.findings] == ["the quantized reader loads codes as weights"]
 
 
 def test_without_a_second_implementation_the_report_says_what_it_cannot_see() -> None:

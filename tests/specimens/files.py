@@ -210,6 +210,16 @@ def _after_reading(reader: Any, edit: Callable[[torch.Tensor], Any]) -> Any:
     return reader
 
 
+class SmallBlocks(Right):
+    """Scales are sought for blocks of half the size."""
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        if from_quantized:
+            reader.block_size = 64
+        return reader
+
+
 class OtherScales(Right):
     """Each scale is applied twice."""
 
@@ -350,6 +360,15 @@ SPECIMENS: tuple[Specimen, ...] = (
     ),
     Specimen(
         "folder-with-a-stray", "files.index", "old.weight", kinds="HFS-02", make=_folder(_stray)
+    ),
+    Specimen(
+        "fp8-blocks-of-half-the-size",
+        "files.quantized",
+        "weight_scale_inv",
+        SmallBlocks,
+        "FP8-07",
+        False,
+        BLIND,
     ),
     Specimen("reader-is-a-path", "files.reader", "model.", ReturnsPath, "HFS-04", True, BLIND),
     Specimen(
