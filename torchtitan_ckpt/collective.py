@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchtitan_ckpt import errors
-from torchtitan_ckpt.device_failures import own_error
+from torchtitan_ckpt.device_failures import lost_rank, own_error
 from torchtitan_ckpt.errors import CheckpointError, Problem, RankError
 
 T = TypeVar("T")
@@ -148,7 +148,8 @@ def own_group(backend: str) -> Iterator[int]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Send to stderr what C++ prints: torch 2.10's gloo greets on stdout, where JSON may go."""
-    sys.stdout.flush()
+    if sys.stdout is not None:  # a program that was started without one
+        sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -175,18 +176,7 @@ def _peers_answer() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        failure = own_error(error)
-        if isinstance(failure, CheckpointError):
-            raise failure from error
-        raise RankError(
-            Problem(
-                code="ranks.lost",
-                what="Another rank has gone, or does not answer.",
-                actual=str(error).strip().partition("\n")[0][:300],
-                cause="its process ended or was killed, or the network between the nodes fails",
-                fix="look for the first error in the logs of the other ranks",
-            )
-        ) from error
+        raise lost_rank(error) from error
 
 
 def _pack(error: Exception) -> tuple[str, tuple[Problem, ...]]:

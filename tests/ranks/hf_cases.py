@@ -255,18 +255,16 @@ _saved: dict[tuple[Any, str], Any] = {}
 def _break_writes(after: int) -> None:
     import errno
 
-    from torchtitan_ckpt.formats import hf_file
-
-    original = _saved[hf_file, "pwrite"] = hf_file.pwrite
+    original = _saved[os, "pwrite"] = os.pwrite
     count = [0]
 
-    def full(*args, **options):
+    def full(*args):
         count[0] += 1
         if count[0] > after:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(*args, **options)
+        return original(*args)
 
-    hf_file.pwrite = full
+    os.pwrite = full
 
 
 def _break_reads() -> None:
