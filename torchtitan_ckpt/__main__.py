@@ -2,6 +2,6 @@
 
 import sys
 
-from torchtitan_ckpt.cli import main
+from torchtitan_ckpt.cli import program
 
-sys.exit(main())
+sys.exit(program())

@@ -419,6 +419,7 @@ def test_interrupted_by_hand(tmp_path):
         process = subprocess.Popen(
             command(tmp_path / "dcp", tmp_path / "x.pt", "--window", "64KiB"),
             cwd=ROOT,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )

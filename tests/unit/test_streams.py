@@ -57,3 +57,16 @@ def test_no_bar_is_drawn_where_there_is_no_stderr(
     monkeypatch.setattr(sys, "stderr", stream)
     with progress.bar("saving", 3) as bar, progress.waiting("for it"):
         assert bar is None
+
+
+def test_a_program_that_was_interrupted_waits_for_no_thread() -> None:
+    """What a thread computes in torch is of no use any more, and ending under it is a crash."""
+    code = """
+import sys, threading, time
+from torchtitan_ckpt import cli
+cli.main = lambda: 130
+threading.Thread(target=time.sleep, args=(60,)).start()
+sys.exit(cli.program())
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
+    assert done.returncode == 130

@@ -299,12 +299,17 @@ def test_cuda_is_told_to_repeat_its_sums_unless_somebody_chose(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"
-    try:
-        for before, after in (("", ":4096:8"), (":16:8", ":16:8")):
-            monkeypatch.setenv(name, before)
-            if not before:
-                monkeypatch.delenv(name)
-            trainer._repeatable(torch.device("cuda"))
+    for before, after in (("", ":4096:8"), (":16:8", ":16:8")):
+        monkeypatch.setenv(name, before)
+        if not before:
+            monkeypatch.delenv(name)
+        with trainer._repeatable(torch.device("cuda")):
             assert os.environ[name] == after
-    finally:
-        torch.use_deterministic_algorithms(False)
+
+
+def test_a_job_leaves_torch_as_it_was() -> None:
+    before = torch.get_num_threads()
+    with trainer._repeatable(torch.device("cpu")):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == before

@@ -65,6 +65,22 @@ _SYSTEM = {
 _PIPE_CLOSED = 141
 
 
+_INTERRUPTED = 130
+
+
+def program() -> int:
+    """`main` as a program of its own, which after Ctrl-C is gone at once.
+
+    A thread may then still be inside torch, and the interpreter's end would abort it: with the code
+    of a crash instead of an interruption's.
+    """
+    code = main()
+    if code == _INTERRUPTED:
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     streams.settle()
@@ -119,7 +135,7 @@ def _main(args: list[str]) -> int:
         return InputError.exit_code
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except Exception as error:
         return _internal(error, verb, debug, as_json="--json" in rest)
 

@@ -10,6 +10,8 @@ import logging
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -59,7 +61,7 @@ def run(job: JobConfig, *, out: TextIO | None = None) -> None:
     latter two also as hexadecimal floats, which show every bit.
     """
     job, degrees = prepare(job, worlds.place().size)
-    with worlds.enter(degrees, device=job.device) as world:
+    with worlds.enter(degrees, device=job.device) as world, _repeatable(world.device):
         trainer = Trainer(job, world, out or sys.stdout)
         try:
             trainer.run()
@@ -73,7 +75,6 @@ class Trainer:
     def __init__(self, job: JobConfig, world: World, out: TextIO) -> None:
         assert job.model is not None
         self.job, self.world, self.out, self.config = job, world, out, job.model
-        _repeatable(world.device)
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(job.training.seed)  # all that a checkpoint holds, so that two runs agree
         self.parts = build_parts(job, world)
@@ -171,8 +172,14 @@ class Trainer:
         )
 
 
-def _repeatable(device: torch.device) -> None:
-    """Let the same step give the same bits every time."""
+@contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """Let the same step give the same bits every time, and leave torch as it was."""
+    strict, lax = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    threads = torch.get_num_threads()
     torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
     if device.type == "cuda":
         # cuBLAS repeats its sums only with a workspace of its own; it asks when it is first used.
@@ -180,3 +187,8 @@ def _repeatable(device: torch.device) -> None:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         # Sums over threads depend on how many there are, and models this small gain nothing.
         torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=lax)
+        torch.set_num_threads(threads)
