@@ -59,7 +59,7 @@ def smallest(
             raise Found
 
     try:
-        with _no_folder_left():
+        with _no_folder_left(), _no_constants_of_others():
             run()
     except Found:
         return last[0]
@@ -78,6 +78,26 @@ def _no_folder_left() -> Iterator[None]:
             yield
         finally:
             configuration.set_hypothesis_home_dir(before)
+
+
+@contextmanager
+def _no_constants_of_others() -> Iterator[None]:
+    """Hypothesis (from 6.131) also draws constants from the source of whatever modules the process
+    has imported, so that a seed would not tell what is drawn."""
+    from hypothesis.internal.conjecture import providers
+
+    name = "_get_local_constants"
+    before = getattr(providers, name, None)
+    if before is None:
+        yield
+        return
+    setattr(providers, name, providers.Constants)
+    providers.CONSTANTS_CACHE.cache.clear()
+    try:
+        yield
+    finally:
+        setattr(providers, name, before)
+        providers.CONSTANTS_CACHE.cache.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Stuck(right.Right):
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         out = super().to_hf(state_dict)
-        key = next(iter(out))
+        key = next(key for key, value in out.items() if value.dim())
         if out[key].device.type not in ("meta", "cpu"):
             out[key] = torch.cat([out[key][:1], out[key][1:].cpu()])
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -112,6 +113,23 @@ def test_another_seed_draws_other_cases_and_the_same_seed_the_same() -> None:
     }
     report = _found(SUBJECT, "files.reread", seed=2)
     assert all(finding.again.endswith("--seed 2") for finding in report.findings)
+
+
+def test_what_else_a_process_has_imported_changes_no_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hypothesis import strategies as st
+
+    def drawn() -> list[int]:
+        seen: list[int] = []
+        smallest(st.integers(0, 1000), lambda n: seen.append(n) or [], seed=3, number=200)
+        return seen
+
+    before = drawn()
+    (tmp_path / "somebody_elses.py").write_text(f"NUMBERS = {list(range(200, 900, 3))}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("somebody_elses")
+    assert drawn() == before
 
 
 def test_the_smallest_case_is_told_and_a_search_without_findings_ends() -> None:
