@@ -91,7 +91,7 @@ def _no_constants_of_others() -> Iterator[None]:
     if before is None:
         yield
         return
-    setattr(providers, name, providers.Constants)
+    setattr(providers, name, vars(providers)["Constants"])
     providers.CONSTANTS_CACHE.cache.clear()
     try:
         yield
