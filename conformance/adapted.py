@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from conformance.fingerprint import State, same_bits
-from conformance.lab import AdapterRaised, Direction, Lab
+from conformance.lab import Direction, Lab
+from conformance.raised import AdapterRaised, not_a_dict
 from conformance.subject import Subject
 from torchtitan_ckpt.device import ENV, current
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
@@ -196,7 +197,7 @@ def _tried(
     try:
         out = lab.call(direction, dict(state), adapter)
         if not isinstance(out, Mapping):
-            raise AdapterRaised(direction, TypeError(f"returned {type(out).__name__}, not a dict"))
+            raise not_a_dict(direction, out)
     except AdapterRaised as error:
         words = " ".join(str(error).split())
     told: list[str] = [""] * dist.get_world_size()

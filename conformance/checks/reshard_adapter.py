@@ -23,13 +23,10 @@ def shapes(lab: Lab) -> Iterator[Finding]:
     """A size that is computed from a DTensor is the size that a plain tensor gives."""
     _some_ran(lab)
     for found, words in _causes(lab, lambda told: told.shapes):
-        yield Finding(
+        yield _finding(
+            found,
+            words,
             what=f"{found.direction} gives {words.many} another shape where the model is split",
-            keys=words.keys,
-            coordinate=words.splits,
-            expected=found.expected,
-            actual=found.actual,
-            oracle="plain tensors on one rank",
             cause="a rank's part was taken for the whole, or the whole for a rank's part: "
             "a DTensor's shape is that of the whole tensor",
             remedy="compute sizes from the configuration, or from the shape as it is",
@@ -39,24 +36,19 @@ def shapes(lab: Lab) -> Iterator[Finding]:
 def convert(lab: Lab) -> Iterator[Finding]:
     """Both directions work under every split, and give the values that one rank gives."""
     for found, words in _causes(lab, lambda told: told.raised):
-        yield Finding(
+        yield _finding(
+            found,
+            words,
             what=f"{found.direction} raises where the model is split",
             keys=(found.key or next(iter(lab.native)),),
-            coordinate=words.splits,
-            expected=found.expected,
-            actual=found.actual,
-            oracle="plain tensors on one rank",
             cause="an operation that wants a whole axis, or shards that divide it",
             remedy="redistribute to Replicate before it, and back after it",
         )
     for found, words in _causes(lab, lambda told: told.values, _left_out(lab)):
-        yield Finding(
+        yield _finding(
+            found,
+            words,
             what=f"{found.direction} gives {words.many} otherwise where the model is split",
-            keys=words.keys,
-            coordinate=words.splits,
-            expected=found.expected,
-            actual=found.actual,
-            oracle="plain tensors on one rank",
             cause="a rank's part was converted as if it were the whole tensor",
             remedy="redistribute to Replicate before what moves elements along a sharded axis",
         )
@@ -72,12 +64,10 @@ def placements(lab: Lab) -> Iterator[Finding]:
     if whole:
         lab.notes.append(f"from_hf returns {count(whole, 'tensor')} whole that the model shards")
     for found, words in _causes(lab, lambda told: told.placements):
-        yield Finding(
+        yield _finding(
+            found,
+            words,
             what=f"{found.direction} returns {words.many} split otherwise than the model",
-            keys=words.keys,
-            coordinate=words.splits,
-            expected=found.expected,
-            actual=found.actual,
             oracle="the tensors that to_hf was given",
             cause="a rank's part has the shape and the rows of another split",
             remedy="redistribute what is returned to the model's mesh and placements",
@@ -91,6 +81,28 @@ class _Words:
         self.keys = tuple(dict.fromkeys(wrong.key for _, wrong in found))
         self.splits = ", ".join(dict.fromkeys(split for split, _ in found))
         self.many = count(len(self.keys), "tensor")
+
+
+def _finding(
+    found: Wrong,
+    words: _Words,
+    *,
+    what: str,
+    cause: str,
+    remedy: str,
+    keys: tuple[str, ...] = (),
+    oracle: str = "plain tensors on one rank",
+) -> Finding:
+    return Finding(
+        what=what,
+        keys=keys or words.keys,
+        coordinate=words.splits,
+        expected=found.expected,
+        actual=found.actual,
+        oracle=oracle,
+        cause=cause,
+        remedy=remedy,
+    )
 
 
 def _causes(
