@@ -22,26 +22,10 @@ from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.config import CheckpointConfig, is_remote
 from torchtitan_ckpt.errors import Problem, RankError, SaveError
 from torchtitan_ckpt.formats import dcp
+from torchtitan_ckpt.refusals import meaning_of
 from torchtitan_ckpt.state.tensors import local_bytes
 
 logger = logging.getLogger(__name__)
-
-_CAUSES = {
-    errno.ENOSPC: ("the disk is full", "free space, or lower checkpoint.keep_latest_k"),
-    errno.EDQUOT: ("the quota is used up", "free space, or ask for a larger quota"),
-    errno.EACCES: ("no permission to write there", "correct the permissions or the dump_folder"),
-    errno.EPERM: ("no permission to write there", "correct the permissions or the dump_folder"),
-    errno.EROFS: ("the file system is read-only", "use another dump_folder"),
-    errno.EIO: ("the device or the network file system failed", "look at the system's log"),
-    errno.ENOTDIR: ("a part of the path is a file", "correct the dump_folder"),
-    errno.EEXIST: ("a file lies where a folder should be", "remove it, or use another folder"),
-    errno.EISDIR: ("a folder lies where a file should be", "remove it, or use another folder"),
-    errno.ENOENT: ("another process removed it meanwhile", "see whether two jobs share the folder"),
-    errno.ESTALE: ("the network file system lost the file", "look at the system's log"),
-    errno.EFBIG: ("the file may not grow so large", "look at ulimit -f and the file system"),
-    errno.EMFILE: ("this process has too many files open", "raise ulimit -n"),
-    errno.ENAMETOOLONG: ("a name is too long", "use a shorter dump_folder"),
-}
 
 
 @contextlib.contextmanager
@@ -53,14 +37,15 @@ def os_errors_as_save_error(where: str, folder: Path | None = None) -> Iterator[
     try:
         yield
     except OSError as error:
-        cause, fix = _CAUSES.get(error.errno or 0, (error.strerror or str(error), "see the cause"))
+        name = errno.errorcode.get(error.errno or 0, "OSError")
+        cause, fix = meaning_of(error)
         raise SaveError(
             Problem(
                 code="save.os",
                 what="The checkpoint could not be written.",
                 where=str(error.filename or where),
                 expected="a folder in which this process can create and write files",
-                actual=f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {error.strerror}",
+                actual=f"{name}: {error.strerror or error}",
                 cause=cause,
                 fix=f"{fix}{_untouched(folder)}",
             )

@@ -474,6 +474,7 @@ def test_a_disk_that_fills_up_is_said_and_leaves_nothing(to, name, after, tmp_pa
         with pytest.raises(SaveError) as caught:
             go(tmp_path / "dcp", tmp_path / name, to=to, config=str(MOE))
     (problem,) = caught.value.problems
-    assert (problem.cause, problem.fix) == ("the disk is full", "free space or save elsewhere")
+    assert problem.cause == "the disk is full"
+    assert problem.fix.startswith("free space")
     assert problem.where.startswith(str(tmp_path))
     assert not (tmp_path / name).exists()

@@ -189,7 +189,7 @@ def failing(monkeypatch, number, name_part="distcp", partial=b""):
         (errno.EACCES, "permission"),
         (errno.EROFS, "read-only"),
         (errno.EIO, "storage"),
-        (errno.ENOENT, "vanished"),
+        (errno.ENOENT, "removed"),
         (errno.EBUSY, "busy"),
     ],
 )

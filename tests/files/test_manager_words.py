@@ -204,8 +204,8 @@ def test_a_failed_write_says_what_was_expected_and_which_step_is_untouched(tmp_p
         "  where    here\n"
         "  expected a folder in which this process can create and write files\n"
         "  actual   EACCES: Permission denied\n"
-        "  cause    no permission to write there\n"
-        "  fix      correct the permissions or the dump_folder"
+        "  cause    no permission\n"
+        "  fix      correct the permissions of the file and its folder, or run as their owner"
     )
     assert failing(tmp_path) == words
     with Job(tmp_path) as job:

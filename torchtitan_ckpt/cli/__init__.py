@@ -10,7 +10,6 @@ Exit codes: 0 clean, 1 findings, 2 usage, 3 input unreadable or refused, 4 inter
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -29,6 +28,7 @@ from torchtitan_ckpt.errors import (
     Problem,
     nearest,
 )
+from torchtitan_ckpt.refusals import REFUSALS, meaning_of
 
 PROG = "torchtitan-ckpt"
 VERBS = {
@@ -41,24 +41,6 @@ VERBS = {
     "map": "Show what a key corresponds to, and through which operations.",
     "plan": "Say which rank writes and reads which bytes, without the hardware.",
     "verify": "Check a checkpoint for damage and for completeness.",
-}
-
-_FREE_SPACE = "free space, or write elsewhere; a conversion started again goes on where it stopped"
-_PERMISSIONS = "check the permissions of the file and of its folder"
-_STORAGE = "look at the storage and its connection, then try again"
-_SYSTEM = {
-    errno.ENOSPC: _FREE_SPACE,
-    errno.EDQUOT: _FREE_SPACE,
-    errno.EFBIG: "write smaller files, or to another file system",
-    errno.EACCES: _PERMISSIONS,
-    errno.EPERM: _PERMISSIONS,
-    errno.EROFS: "write elsewhere",
-    errno.ENAMETOOLONG: "name it shorter",
-    errno.ELOOP: "remove the link that leads back to itself",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EIO: _STORAGE,
-    errno.ESTALE: _STORAGE,
-    errno.ETIMEDOUT: _STORAGE,
 }
 
 # What a shell gives for a process that SIGPIPE ended: nobody saw what was found.
@@ -127,7 +109,7 @@ def _main(args: list[str]) -> int:
     except BrokenPipeError:
         raise  # no fault of ours: `main` ends quietly
     except OSError as error:
-        if error.errno not in _SYSTEM:
+        if error.errno not in REFUSALS:
             return _internal(error, verb, debug, as_json="--json" in rest)
         if debug:
             traceback.print_exc()
@@ -162,12 +144,14 @@ def _internal(error: Exception, verb: str, debug: bool, *, as_json: bool) -> int
 
 def _of_the_system(error: OSError) -> InputError:
     """A refusal of the operating system that no reader or writer has put into words of its own."""
+    cause, fix = meaning_of(error)
     return InputError(
         Problem(
             code="system.refused",
             what=f"the operating system refused: {error.strerror}",
             where=os.fspath(error.filename) if error.filename is not None else "",
-            fix=_SYSTEM[error.errno or 0],
+            cause=cause,
+            fix=fix,
         )
     )
 

@@ -7,7 +7,6 @@ small tensors, checksums when asked for, and that a failure is one `SaveError` w
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import warnings
@@ -37,6 +36,7 @@ from torchtitan_ckpt.formats.dcp_manifest import METADATA
 from torchtitan_ckpt.formats.dcp_save_plan import FlatSavePlanner
 from torchtitan_ckpt.formats.folders import is_url
 from torchtitan_ckpt.formats.pickle_parts import garbage_collection_paused
+from torchtitan_ckpt.refusals import meaning_of
 
 
 def save(
@@ -264,20 +264,6 @@ def _first_cause(failure: CheckpointException) -> tuple[int, BaseException]:
     return causes[0]
 
 
-_REMEDIES = {
-    errno.ENOSPC: ("the disk is full", "free space, or keep fewer checkpoints (keep_latest_k)"),
-    errno.EDQUOT: ("the quota is used up", "free space, or keep fewer checkpoints"),
-    errno.EACCES: ("no permission to write there", "check the owner of the folder"),
-    errno.EPERM: ("no permission to write there", "check the owner of the folder"),
-    errno.EROFS: ("the file system is read-only", "write elsewhere, or mount it writable"),
-    errno.EIO: ("the disk or the network file system fails", "save elsewhere, check the storage"),
-    errno.ENOENT: ("the folder vanished while it was written", "see what else removes folders"),
-    errno.ENOTDIR: ("a part of the path is a file", "choose another folder"),
-    errno.EFBIG: ("the file may not grow so large", "look at ulimit -f and the file system"),
-    errno.EMFILE: ("this process has too many files open", "raise ulimit -n"),
-}
-
-
 def _save_error(cause: BaseException, path: str, rank: int | None, ranks: int) -> CheckpointError:
     if isinstance(cause, SaveError):
         return cause
@@ -285,7 +271,7 @@ def _save_error(cause: BaseException, path: str, rank: int | None, ranks: int) -
     if not isinstance(cause, Exception):
         words, fix = "its process was interrupted", "save again"
     if isinstance(cause, OSError):
-        words, fix = _REMEDIES.get(cause.errno or 0, ("", ""))
+        words, fix = meaning_of(cause)
     name = getattr(cause, "filename", None)
     return SaveError(
         Problem(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 from torchtitan_ckpt.errors import DamagedError, InputError, NotFoundError, Problem, RefusedError
 from torchtitan_ckpt.formats.page_cache import read_no_further
 from torchtitan_ckpt.formats.strangers import open_regular
+from torchtitan_ckpt.refusals import meaning_of
 
 
 class File(Protocol):
@@ -67,17 +68,13 @@ def raise_for(error: OSError, where: str) -> NoReturn:
             Problem(code="file.missing", what="there is no such file", where=where)
         ) from error
     kind = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    fix = {
-        "EACCES": "ask for permission to read it, or run as the user who wrote it",
-        "EPERM": "ask for permission to read it, or run as the user who wrote it",
-        "EIO": "the disk or the network file system fails: copy the checkpoint elsewhere",
-        "ESTALE": "the network file system lost the file: mount it again",
-    }.get(kind, "")
+    cause, fix = meaning_of(error)
     raise InputError(
         Problem(
             code="file.unreadable",
             what=f"the file cannot be read: {error.strerror or error} ({kind})",
             where=where,
+            cause=cause,
             fix=fix,
         )
     ) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
@@ -23,6 +22,7 @@ from torchtitan_ckpt.formats.hf_boxes import Ints, hull, strides_of
 from torchtitan_ckpt.formats.hf_header import Item, build_header
 from torchtitan_ckpt.formats.page_cache import Trail, fits, let_go
 from torchtitan_ckpt.manifest import ITEM_SIZE, TensorEntry
+from torchtitan_ckpt.refusals import meaning_of
 
 PARTIAL = ".partial"
 _GATHER = 1 << 20  # small neighbours are written together
@@ -212,17 +212,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_problem(path: Path, verb: str, error: OSError, code: str = "hf.write") -> Problem:
     """A failure of the system while saving, in words."""
-    causes = {
-        errno.ENOSPC: ("the disk is full", "free space or save elsewhere"),
-        errno.EDQUOT: ("the quota is used up", "free space or ask for more"),
-        errno.EROFS: ("the file system is read-only", "save elsewhere"),
-        errno.EACCES: ("no permission", "correct the permissions of the folder"),
-        errno.ENOENT: (
-            "the file or folder is gone, or the folder is not shared between the nodes",
-            "save into a folder that every node sees, and let nothing else remove its files",
-        ),
-    }
-    cause, fix = causes.get(error.errno or 0, ("", "look at the disk, then save again"))
+    cause, fix = meaning_of(error)
     return Problem(
         code=code,
         what=f"a file could not be {verb}",
