@@ -59,9 +59,10 @@ def check(
     Raises ConfigError for ids that are not in the contract, DeviceError for a device that is not
     usable.
     """
-    from conformance.subjects import resolve
+    from conformance.subjects import resolve, spread
 
-    found = [subjects] if isinstance(subjects, Subject | str) else list(subjects)
+    given = [subjects] if isinstance(subjects, Subject | str) else list(subjects)
+    found = [one for s in given for one in (spread(s) if isinstance(s, str) else (s,))]
     called = [s if isinstance(s, str) else place_of(s) for s in found]
     resolved = [resolve(s) if isinstance(s, str) else s for s in found]
     known(without, "without")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     except CheckpointError as error:
         raise pytest.UsageError(str(error)) from error
-    names = list(dict.fromkeys(config.getoption("--ckpt-subject")))
+    names = list(dict.fromkeys(_spread(config.getoption("--ckpt-subject"))))
     if not names or not chosen:
         raise pytest.UsageError(
             "nothing would be checked: name a subject with --ckpt-subject (pkg.mod:NAME, a shipped "
@@ -113,6 +114,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "ckpt_cell",
         [pytest.param(Runner(name, c), id=f"{name}::{c.id}") for name in names for c in chosen],
     )
+
+
+def _spread(names: list[str]) -> Iterator[str]:
+    """The names, those of lists as one for each subject; a wrong one is told by its tests."""
+    from conformance.subjects import spread
+    from torchtitan_ckpt.errors import CheckpointError
+
+    for name in names:
+        try:
+            yield from spread(name)
+        except CheckpointError:
+            yield name
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -118,9 +118,20 @@ def place_of(subject: Subject) -> str:
         return subject.name
     for name, module in list(sys.modules.items()):
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            if value is subject and _found_from_here(name, getattr(module, "__file__", None)):
-                return f"{name}:{attribute}"
+            place = _within(value, subject)
+            if place is not None and _found_from_here(name, getattr(module, "__file__", None)):
+                return f"{name}:{attribute}{place}"
     return ""
+
+
+def _within(value: Any, subject: Subject) -> str | None:
+    """What follows the name of `value` to name a subject that it is, or holds as a list."""
+    if value is subject:
+        return ""
+    # Not isinstance, which asks other people's modules for attributes of theirs.
+    if type(value) in (list, tuple) and value and type(value[0]) is Subject:
+        return next((f".{n}" for n, one in enumerate(value) if one is subject), None)
+    return None
 
 
 def _found_from_here(module: str, file: str | None) -> bool:

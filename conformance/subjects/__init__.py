@@ -1,7 +1,7 @@
 """Finds a subject by its name.
 
 `pkg.mod:NAME`, a shipped family, `titan:<model>/<flavor>`, `main:<fixture>`, `manager:ours`, or a
-folder.
+folder. `pkg.mod:NAMES` of a list is all that it holds, `pkg.mod:NAMES.0` the first of them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 from conformance.subject import Subject
 from torchtitan_ckpt.errors import ConfigError, NotFoundError, Problem, nearest
+
+_PREFIXES = ("titan:", "main:", "published:", "manager:")
 
 
 def names() -> tuple[str, ...]:
@@ -19,6 +22,24 @@ def names() -> tuple[str, ...]:
     from torchtitan_ckpt import families
 
     return tuple(families.names())
+
+
+def spread(name: str) -> tuple[str, ...]:
+    """The name, or a name for each subject where it is that of a list."""
+    if ":" not in name or name.startswith(_PREFIXES):
+        return (name,)
+    found = _imported(name)
+    if not isinstance(found, list | tuple):
+        return (name,)
+    if not found:
+        raise ConfigError(
+            Problem(
+                code="check.bad-subject",
+                what=f"{name} is an empty list",
+                expected="at least one conformance.Subject",
+            )
+        )
+    return tuple(f"{name}.{n}" for n in range(len(found)))
 
 
 def resolve(name: str) -> Subject:
@@ -40,7 +61,7 @@ def resolve(name: str) -> Subject:
 
         return managers.subject(name)
     if ":" in name:
-        return _imported(name)
+        return _as_subject(_imported(name), name)
     if os.path.isdir(name):
         return Subject(name=name, hf=name)
     from conformance.subjects import families
@@ -61,7 +82,7 @@ def resolve(name: str) -> Subject:
     return families.subject(name)
 
 
-def _imported(name: str) -> Subject:
+def _imported(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     # `python -m` puts the working folder on the path; an installed script does not.
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -73,6 +94,9 @@ def _imported(name: str) -> Subject:
     except BaseException as error:  # a script without a guard may even leave Python
         raise _not_imported(name, module_name, error) from error
     for part in attribute.split("."):
+        if isinstance(found, list | tuple) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+            continue
         if not hasattr(found, part):
             near = nearest(part, vars(found)) if hasattr(found, "__dict__") else None
             raise NotFoundError(
@@ -83,6 +107,10 @@ def _imported(name: str) -> Subject:
                 )
             )
         found = getattr(found, part)
+    return found
+
+
+def _as_subject(found: Any, name: str) -> Subject:
     if callable(found) and not isinstance(found, Subject):
         found = found()
     if not isinstance(found, Subject):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance import Subject
 from conformance.contract import CONTRACT, VERSION
 from tests.specimens import right
 from tests.specimens.edits import drop, edited
@@ -19,6 +20,9 @@ from torchtitan_ckpt.cli import main
 GOOD = right.subject("good", **BLIND)
 BAD = right.subject("bad", edited(before_export=drop("hash")), **BLIND)
 EMPTY = right.subject("empty", **BLIND)
+BOTH = [GOOD, BAD]
+NONE: list[Subject] = []
+MIXED = [GOOD, "good"]
 HERE = "tests.gate.test_cli"
 
 
@@ -29,6 +33,30 @@ def test_clean_is_0_and_findings_are_1(capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "to_hf dropped 1 of 108 native tensors" in out
     assert "2 cells" in out
+
+
+def test_a_list_is_all_of_its_subjects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:BOTH", "--check", "keys.total"]) == 1
+    out = capsys.readouterr().out
+    assert "2 cells (2 subjects x 1 check, cpu)" in out
+    assert f"check {HERE}:BOTH.1 --check keys.total" in out
+    assert main(["check", f"{HERE}:BOTH.0", "--check", "keys.total"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NONE", "NONE is an empty list"),
+        ("MIXED", "MIXED.1 is not a Subject"),
+        ("BOTH.2", "has no 'BOTH.2'"),
+        ("GOOD.0", "has no 'GOOD.0'"),
+    ],
+)
+def test_what_is_no_list_of_subjects(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{HERE}:{name}", "--check", "keys.total"]) in (2, 3)
+    assert words in capsys.readouterr().err
 
 
 def test_usage_errors_are_2_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

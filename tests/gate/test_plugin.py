@@ -47,7 +47,7 @@ def test_cells_are_tests_of_the_third_partys_own_file(project: pytest.Pytester) 
             "*::test_contract?bad::keys.total? FAILED*",
             "*to_hf dropped 1 of 108 native tensors*",
             "*hash.table*",
-            "*again  pytest 'test_mine.py::test_contract?bad::keys.total?'*",
+            "*again  torchtitan-ckpt check test_mine:SUBJECTS.1 --check keys.total",
             "SKIPPED*n/a: the subject supplies no HF key list and no reference*",
         ]
     )
@@ -71,6 +71,30 @@ def test_what_a_subject_is_called_on_a_command_line(project: pytest.Pytester) ->
     result = run(project, "--pyargs", "conformance", *words)
     result.stdout.fnmatch_lines([again])
     assert not list(project.path.glob(".hypothesis/*"))
+
+
+def test_a_subject_made_inside_a_call_is_repeated_by_its_test(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_mine=THIRD_PARTY.replace("SUBJECTS = [", "HERE = {'all': [")
+        .replace("\n]\n", "\n]}\n")
+        .replace("(SUBJECTS,", "(HERE['all'],")
+    )
+    result = run(project, "-k", "bad and total")
+    result.assert_outcomes(failed=1, deselected=7)
+    result.stdout.fnmatch_lines(["*again  pytest 'test_mine.py::test_contract?bad::keys.total?'*"])
+
+
+def test_a_list_of_subjects_is_named_as_one(project: pytest.Pytester) -> None:
+    words = ("--ckpt-subject", "test_mine:SUBJECTS", "--ckpt-check", "keys.total")
+    result = run(project, "--pyargs", "conformance", "-v", *words)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*?test_mine:SUBJECTS.0::keys.total?*PASSED*",
+            "*?test_mine:SUBJECTS.1::keys.total?*FAILED*",
+            "*again  torchtitan-ckpt check test_mine:SUBJECTS.1 --check keys.total",
+        ]
+    )
 
 
 def test_k_selects_by_check_and_subject(project: pytest.Pytester) -> None:

@@ -27,9 +27,9 @@ class Args:
     subjects: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SUBJECT [SUBJECT ...]")
     ]
-    """pkg.mod:NAME, a shipped family, titan:<model>/<flavor>, manager:ours, manager:titan, a folder
-    of safetensors, or main:<fixture>; without any, the main job: three Qwen3 checkpoints through
-    real jobs."""
+    """pkg.mod:NAME (a Subject or a list of them), a shipped family, titan:<model>/<flavor>,
+    manager:ours, manager:titan, a folder of safetensors, or main:<fixture>; without any, the main
+    job: three Qwen3 checkpoints through real jobs."""
     check: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only checks whose id matches this glob (repeatable)."""
     level: int | None = None
