@@ -212,7 +212,10 @@ class JobState:
             return load_object_state(mine, values)
 
     def _generators(self) -> rng.RngState:
-        return rng.RngState(split=rng.split_in_words(self.model_state().values()))
+        tensors = self.model_state().values()
+        return rng.RngState(
+            split=rng.split_in_words(tensors), accelerator=rng.accelerator_of(tensors)
+        )
 
     def _template(self, name: str, manifest: Manifest) -> dict[str, Any]:
         prefix = f"{name}."

@@ -1,8 +1,8 @@
 """The random number generators of this process, as a state that can be saved and restored.
 
-Python's, numpy's global one, torch's on the host and on the accelerator in use, and any generator
-that is handed in by name. They differ from rank to rank, so every rank saves its own, as one value.
-A job with a `train_state` has them saved beside it without asking (`job`).
+Python's, numpy's global one, torch's on the host and on the accelerator that the job computes on,
+and any generator that is handed in by name. They differ from rank to rank, so every rank saves its
+own, as one value. A job with a `train_state` has them saved beside it without asking (`job`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ class RngState:
     """This rank's generators; `generators` are further torch generators by name.
 
     `split` says in words how the job is split: rank 3 of one split is not rank 3 of another.
+    `accelerator` is the kind of device whose generator is among them (`accelerator_of`). Without
+    one no device is touched: a job on the CPU of a machine with accelerators leaves them alone.
     """
 
     rank_local = True
 
     def __init__(
-        self, generators: Mapping[str, torch.Generator] | None = None, *, split: str = ""
+        self,
+        generators: Mapping[str, torch.Generator] | None = None,
+        *,
+        split: str = "",
+        accelerator: str = "",
     ) -> None:
         self._generators = dict(generators or {})
         self.split = split
+        self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, next_gauss = random.getstate()
@@ -54,10 +61,9 @@ class RngState:
             "numpy": (name, _packed(words), int(position), has_gauss, gauss),
             "torch": _bytes(torch.get_rng_state()),
         }
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and torch.accelerator.is_available():
-            module = torch.get_device_module(accelerator)
-            held[f"device_{accelerator.type}"] = _bytes(module.get_rng_state())
+        if self._accelerator:
+            module = torch.get_device_module(self._accelerator)
+            held[f"device_{self._accelerator}"] = _bytes(module.get_rng_state())
         for key, generator in self._generators.items():
             held[f"generator_{key}"] = _bytes(generator.get_state())
         return {"state": held}
@@ -69,10 +75,9 @@ class RngState:
         random.setstate((version, tuple(_unpacked(numbers).tolist()), next_gauss))
         np.random.set_state((name, _unpacked(words), *rest))
         torch.set_rng_state(_tensor(held["torch"]))
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and f"device_{accelerator.type}" in held:
-            module = torch.get_device_module(accelerator)
-            module.set_rng_state(_tensor(held[f"device_{accelerator.type}"]))
+        if self._accelerator and f"device_{self._accelerator}" in held:
+            module = torch.get_device_module(self._accelerator)
+            module.set_rng_state(_tensor(held[f"device_{self._accelerator}"]))
         for key, generator in self._generators.items():
             generator.set_state(_tensor(held[f"generator_{key}"]))
 
@@ -99,6 +104,19 @@ def split_in_words(tensors: Iterable[Any]) -> str:
             names = mesh.mesh_dim_names or range(mesh.ndim)
             meshes.add(" x ".join(f"{n} {s}" for n, s in zip(names, mesh.shape, strict=True)))
     return f"{count} tensors on {', '.join(sorted(meshes)) or 'no mesh'}"
+
+
+def accelerator_of(tensors: Iterable[Any]) -> str:
+    """The kind of device that a rank's tensors are computed on; empty when that is the host.
+
+    Parameters that are offloaded to the host lie on a mesh that knows better.
+    """
+    for tensor in tensors:
+        mesh = [tensor.device_mesh.device_type] if isinstance(tensor, DTensor) else []
+        for kind in (tensor.device.type, *mesh):
+            if kind not in ("cpu", "meta"):
+                return str(kind)
+    return ""
 
 
 def _packed(numbers: Any) -> bytes:

@@ -53,7 +53,7 @@ def require_storable(flat: Mapping[str, Any]) -> None:
 
 
 class Stager:
-    """Takes snapshots. `pin` keeps the buffers in pinned memory where an accelerator is in use.
+    """Takes snapshots. `pin` keeps what comes from an accelerator in pinned memory.
 
     One snapshot is alive at a time: the next one overwrites its buffers, so wait for its writer
     first, or hand the writer's future to `written_by`, and `snapshot` waits for it. With `device`
@@ -62,7 +62,7 @@ class Stager:
     """
 
     def __init__(self, pin: bool = False, *, device: CopyDevice | None = None) -> None:
-        self._pin = pin and torch.accelerator.is_available()
+        self._pin = pin
         self._device = device
         self._stream: Any = None
         self._running = False
@@ -136,8 +136,10 @@ class _Plan:
             return self.seen[identity]
         held = self.buffers.get(key)
         if held is None or held[0] != layout:
-            # Dense in any order keeps its strides; gaps and overlaps are left out.
-            held = layout, torch.empty_like(part, device="cpu", pin_memory=self.pin)
+            # Dense in any order keeps its strides; gaps and overlaps are left out. What lies on the
+            # host is never pinned: that would wake an accelerator which the job does not use.
+            pin = self.pin and part.device.type != "cpu"
+            held = layout, torch.empty_like(part, device="cpu", pin_memory=pin)
         self.used[key] = held
         self.seen[identity] = held[1]
         (self.here if part.device.type == "cpu" else self.afar).append((held[1], part))
