@@ -1,7 +1,8 @@
 """Run lint, types and the test chapters, and hold each to its time budget.
 
 The budgets below are the one place where they are written: wall-clock seconds on 2 cores. A run
-prints what each chapter used and fails when one is overrun by half.
+prints what each chapter used and fails when one is overrun by half, for machines differ; the
+simulated device's is a promise and has no slack.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ CHAPTERS = (
     Chapter("families", 240, ("tests/families",)),
     Chapter("device", 60, ("tests/device",)),
 )
+SLACK = 1.5
 # The simulated Ascend device has an environment and a script of its own.
 DEVICE_SCRIPT = ROOT / "scripts" / "test_npu_sim.sh"
 DEVICE_BUDGET = 480.0
@@ -49,17 +51,18 @@ class Result:
     budget: float
     code: int
     counts: dict[str, int]
+    slack: float = SLACK
 
     @property
     def overrun(self) -> bool:
-        return self.seconds > 1.5 * self.budget
+        return self.seconds > self.slack * self.budget
 
     @property
     def failed(self) -> bool:
         return self.code != 0 or self.overrun
 
 
-def run(name: str, command: list[str], budget: float) -> Result:
+def run(name: str, command: list[str], budget: float, slack: float = SLACK) -> Result:
     """Run one command, its output shown as it comes, and read the counts of pytest's last line."""
     print(f"\n=== {name}", flush=True)
     start = time.monotonic()
@@ -75,7 +78,7 @@ def run(name: str, command: list[str], budget: float) -> Result:
     code = process.wait()
     words = r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)"
     counts = {word.rstrip("s"): int(n) for n, word in re.findall(words, last)}
-    return Result(name, time.monotonic() - start, budget, code, counts)
+    return Result(name, time.monotonic() - start, budget, code, counts, slack)
 
 
 def main() -> int:
@@ -106,12 +109,12 @@ def main() -> int:
             result = Result(result.name, result.seconds, result.budget, 0, {})
         results.append(result)
     if DEVICE_SCRIPT.exists() and (not wanted or "npu-sim" in wanted):
-        results.append(run("npu-sim", ["bash", str(DEVICE_SCRIPT)], DEVICE_BUDGET))
+        results.append(run("npu-sim", ["bash", str(DEVICE_SCRIPT)], DEVICE_BUDGET, slack=1.0))
 
     print("\nchapter          used    budget   passed  failed  skipped")
     for r in results:
         failed = r.counts.get("failed", 0) + r.counts.get("error", 0)
-        note = "  OVERRUN by half" if r.overrun else "" if r.code == 0 else f"  exit {r.code}"
+        note = "  OVERRUN" if r.overrun else "" if r.code == 0 else f"  exit {r.code}"
         print(
             f"{r.name:<14} {r.seconds:6.1f}s  {r.budget:6.0f}s  {r.counts.get('passed', 0):7}"
             f" {failed:7} {r.counts.get('skipped', 0):8}{note}"
