@@ -161,6 +161,44 @@ class SwapAdamW(MappedAdamW):
         part.untyped_storage().resize_(0)
 
 
+def required(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a checkpoint must have of a parameter that has state."""
+    return ("step", *(MOMENTS if group["amsgrad"] else MOMENTS[:2]))
+
+
+def step_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The step of a parameter's group, as a checkpoint has it with the parameter's state."""
+    return torch.tensor(float(_group_of(optimizer, parameter)["step"]))
+
+
+def steps_of(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> Mapping[int, int]:
+    """The steps that states tell of their groups, by the group's id.
+
+    Raises ValueError for states from which nobody could go on.
+    """
+    steps: dict[int, int] = {}
+    for parameter, state in states.items():
+        group = _group_of(optimizer, parameter)
+        lacking = [key for key in required(group) if key not in state]
+        if lacking:
+            shape = tuple(parameter.shape)
+            raise ValueError(f"the state of a parameter {shape} lacks {', '.join(lacking)}")
+        if steps.setdefault(id(group), int(state["step"])) != int(state["step"]):
+            raise ValueError("parameters of one group were saved at another step each")
+    return steps
+
+
+def take_steps(optimizer: Optimizer, steps: Mapping[int, int]) -> None:
+    """Set the groups that states tell of; any other keeps its own, which came with the group."""
+    for group in optimizer.param_groups:
+        group["step"] = steps.get(id(group), group["step"])
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    groups: Iterable[dict[str, Any]] = optimizer.param_groups
+    return next(g for g in groups if any(p is parameter for p in g["params"]))
+
+
 class SwapState:
     """Tells a checkpoint where a `SwapAdamW` keeps the truth (`CheckpointableState`)."""
 
@@ -174,29 +212,25 @@ class SwapState:
         held = self._optimizer.host.get(parameter)
         if not held:
             return {}
-        return {"step": torch.tensor(float(self._group(parameter)["step"])), **held}
+        return {"step": step_of(self._optimizer, parameter), **held}
+
+    def checkpoint_required(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return required(group)
 
     def checkpoint_restore(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        steps: dict[int, set[int]] = {}
-        new: dict[Tensor, dict[str, Tensor]] = {}
-        for parameter, state in states.items():
-            steps.setdefault(id(self._group(parameter)), set()).add(int(state["step"]))
-            new[parameter] = {
+        steps = steps_of(self._optimizer, states)
+        new = {
+            parameter: {
                 key: self._pinned(parameter, value) for key, value in state.items() if key != "step"
             }
-        if any(len(found) > 1 for found in steps.values()):
-            raise ValueError("parameters of one group were saved at different steps")
+            for parameter, state in states.items()
+        }
         self._optimizer.finish()
         self._optimizer.host.clear()
         self._optimizer.state.clear()
-        for group in self._optimizer.param_groups:
-            group["step"] = max(steps.get(id(group), {0}))
+        take_steps(self._optimizer, steps)
         for parameter, host in new.items():
             self._optimizer.empty(parameter, host)
-
-    def _group(self, parameter: Tensor) -> dict[str, Any]:
-        groups: Iterable[dict[str, Any]] = self._optimizer.param_groups
-        return next(g for g in groups if any(p is parameter for p in g["params"]))
 
     def _pinned(self, parameter: Tensor, value: Tensor) -> Tensor:
         host = device.of(local(parameter)).host_empty(value.shape, value.dtype)

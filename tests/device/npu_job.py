@@ -75,12 +75,15 @@ class SpeakingMapped(swap.MappedAdamW):
         if not state:
             return {}
         held = {key: local_of(value) for key, value in state.items() if value is not None}
-        return {"step": torch.tensor(float(self.param_groups[0]["step"])), **held}
+        return {"step": swap.step_of(self, parameter), **held}
+
+    def checkpoint_required(self, group: Any) -> tuple[str, ...]:
+        return swap.required(group)
 
     def checkpoint_restore(self, states: Any) -> None:
+        steps = swap.steps_of(self, states)
         self.state.clear()
-        for group in self.param_groups:
-            group["step"] = max((int(state["step"]) for state in states.values()), default=0)
+        swap.take_steps(self, steps)
         for parameter, state in states.items():
             mine: dict[str, Any] = dict.fromkeys(swap.MOMENTS)
             for key in state.keys() & set(swap.MOMENTS):

@@ -27,13 +27,14 @@ from tests.specimens.odd_optimizers import (
     train,
 )
 from torchtitan_ckpt.errors import MismatchError, SaveError
-from torchtitan_ckpt.state.hyperparameters import EXCUSABLE
+from torchtitan_ckpt.state.hyperparameters import EXCUSABLE, NULL_BY_DEFAULT
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict, optimizer_template
 from torchtitan_ckpt.state.optimizer_load import load_optimizer_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 Make = Callable[[Net], list[torch.optim.Optimizer]]
+NULLS = sorted(NULL_BY_DEFAULT)
 
 
 def one(cls: Any, **options: Any) -> Make:
@@ -369,16 +370,37 @@ def test_amsgrad_follows_the_file_unless_kept(tmp_path: Path, saved: bool) -> No
     train(net, [target], 1)
 
 
+class Renamed(torch.optim.AdamW):
+    """A subclass that keeps what torch's own keeps, since it steps as torch's own does."""
+
+
+class Otherwise(torch.optim.AdamW):
+    """A subclass that steps by itself, and keeps what it likes."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            self.state[p]["mean"] = p.grad.clone()
+
+
+def test_a_subclass_that_steps_by_itself_keeps_what_it_likes() -> None:
+    net = make_net()
+    optimizer, target = Otherwise(net.parameters()), Otherwise(net.parameters())
+    train(net, [optimizer], 1)
+    load_optimizer_state_dict(target, net, optimizer_state_dict(optimizer, net))
+    assert optimizer_bits(target) == optimizer_bits(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Renamed])
 @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_missing_state_names_the_parameter(key: str, stepped: bool) -> None:
+def test_missing_state_names_the_parameter(kind: Any, key: str, stepped: bool) -> None:
     """OPT-03."""
     net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = kind(net.parameters())
     train(net, [optimizer], 1)
     flat = optimizer_state_dict(optimizer, net)
     del flat[f"state.layers.11.weight.{key}"]
-    target = torch.optim.AdamW(net.parameters())
+    target = kind(net.parameters())
     if stepped:
         train(net, [target], 1)
     before = optimizer_bits(target)
@@ -626,6 +648,52 @@ def test_a_pickled_none_is_no_moment() -> None:
     assert optimizer_bits(optimizer) == before
 
 
+def test_a_recorded_none_is_no_moment_that_torch_needs() -> None:
+    """An optimizer that moved its moments away recorded it; torch's AdamW could not step."""
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, [optimizer], 1)
+    flat = optimizer_state_dict(optimizer, net)
+    leaves = [[key, ("leaf", key)] for key in ("step", "exp_avg")]
+    flat["state.up.weight.@layout"] = {"node": ("dict", [*leaves, ["exp_avg_sq", ("none",)]])}
+    del flat["state.up.weight.exp_avg_sq"]
+    target = torch.optim.AdamW(net.parameters())
+    with pytest.raises(MismatchError, match=r"up\.weight: the checkpoint lacks exp_avg_sq"):
+        load_optimizer_state_dict(target, net, flat)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "betas"])
+def test_a_pickled_none_is_no_hyperparameter(key: str) -> None:
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    flat = optimizer_state_dict(optimizer, net)
+    flat |= {name: None for name in flat if name.endswith(f".{key}")}
+    before = optimizer_bits(optimizer)
+    with pytest.raises(MismatchError, match=rf"has no {key} for AdamW group 0"):
+        load_optimizer_state_dict(optimizer, net, flat)
+    assert optimizer_bits(optimizer) == before
+    notes = load_optimizer_state_dict(optimizer, net, flat, keep=(key,))
+    assert optimizer_bits(optimizer) == before
+    assert any("pickled None counts as absent" in note and key in note for note in notes)
+
+
+def test_a_pickled_none_of_a_group_counts_as_absent_and_is_said() -> None:
+    net = make_net()
+    kitchen = Kitchen(net.parameters())
+    flat = optimizer_state_dict(kitchen, net)
+    flat = {k: v for k, v in flat.items() if not k.endswith("@none")}
+    flat |= {f"param_groups.{n}.warmup": None for n, _ in net.named_parameters()}
+    notes = load_optimizer_state_dict(kitchen, net, flat)
+    assert any("pickled None" in note and "warmup" in note for note in notes)
+    with pytest.raises(MismatchError, match="has no warmup"):
+        load_optimizer_state_dict(Kitchen(net.parameters(), warmup=5), net, flat)
+    # What torch holds None for anyway is nothing to talk about.
+    adamw = torch.optim.AdamW(net.parameters())
+    flat = optimizer_state_dict(adamw, net)
+    flat |= {f"param_groups.{n}.{k}": None for n, _ in net.named_parameters() for k in NULLS}
+    assert load_optimizer_state_dict(adamw, net, flat) == []
+
+
 def test_a_tensor_in_the_file_beats_none_in_memory(tmp_path: Path) -> None:
     net = make_net()
     optimizer = Kitchen(net.parameters())
@@ -700,6 +768,28 @@ def test_lbfgs(tmp_path: Path) -> None:
     run(net, optimizer, 2)
     run(fresh, target, 2)
     assert model_bits(fresh) == model_bits(net)
+
+
+def test_state_of_a_parameter_that_left_its_group_is_refused_by_name() -> None:
+    """It would not be in the file, and nobody would know."""
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, [optimizer], 1)
+    (group,) = optimizer.param_groups
+    for module in (net.up, net.down):
+        gone = {id(p) for p in module.parameters()}
+        group["params"] = [p for p in group["params"] if id(p) not in gone]
+    stranger = nn.Parameter(torch.ones(5, 4))
+    optimizer.state[stranger]["step"] = torch.tensor(1.0)
+    optimizer.state[nn.Parameter(torch.ones(3))] = {}  # no state is nothing to lose
+    with pytest.raises(SaveError) as caught:
+        optimizer_state_dict(optimizer, net)
+    assert [p.code for p in caught.value.problems] == ["optimizer.no-group"]
+    assert "up.weight, up.bias, down.weight" in str(caught.value)
+    assert "(5, 4)" in str(caught.value)
+    for parameter in [p for p in optimizer.state if id(p) not in {id(q) for q in group["params"]}]:
+        del optimizer.state[parameter]
+    assert "state.layers.11.weight.exp_avg" in optimizer_state_dict(optimizer, net)
 
 
 def test_one_parameter_in_two_optimizers_is_refused() -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from conformance.swap import MappedAdamW, SwapAdamW, speak
+from tests.device.npu_job import SpeakingMapped
 from tests.specimens.odd_optimizers import (
     Net,
     bits,
@@ -140,6 +141,59 @@ def test_a_file_of_torchtitan_npu(tmp_path: Path) -> None:
     target = speak(SwapAdamW(net.parameters(), 0.5))
     load_optimizer_state_dict(target, net, flat)
     assert host_bits(target) == host_bits(optimizer)
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+@pytest.mark.parametrize("lost", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_what_a_speaker_cannot_step_without_is_wanted_of_the_file(
+    lost: str, stepped_before: bool
+) -> None:
+    """OPT-03, for one that has never been stepped too."""
+    net, optimizer = stepped(lambda p, lr: speak(SwapAdamW(p, lr, amsgrad=True)))
+    flat = optimizer_state_dict(optimizer, net)
+    del flat[f"state.up.weight.{lost}"]
+    target = speak(SwapAdamW(net.parameters(), 0.5, amsgrad=True))
+    if stepped_before:
+        train(net, [target], 1)
+    before = host_bits(target)
+    with pytest.raises(MismatchError, match=rf"up\.weight: the checkpoint lacks {lost}"):
+        load_optimizer_state_dict(target, net, flat)
+    assert host_bits(target) == before
+
+
+@pytest.mark.parametrize("make", [lambda p: speak(SwapAdamW(p)), SpeakingMapped])
+def test_a_speaker_refuses_by_itself_what_it_cannot_step_from(make: Any) -> None:
+    """Whatever manager hands it in; nothing has changed."""
+    net = make_net()
+    optimizer = make(net.parameters())
+    train(net, [optimizer], 2)
+    speaker = getattr(optimizer, "checkpointable", optimizer)
+
+    def told() -> Any:
+        return [bits(dict(speaker.checkpoint_state(p))) for p in net.parameters()]
+
+    before = told()
+    states = {p: dict(s) for p in net.parameters() if (s := speaker.checkpoint_state(p))}
+    for edit in ({"exp_avg_sq": None}, {"step": None}, {"step": torch.tensor(5.0)}):
+        state = {k: v for k, v in (states[net.up.weight] | edit).items() if v is not None}
+        with pytest.raises(ValueError, match=r"exp_avg_sq|step"):
+            speaker.checkpoint_restore({**states, net.up.weight: state})
+        assert told() == before
+        assert optimizer.param_groups[0]["step"] == 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, MappedAdamW, SwapAdamW])
+def test_amsgrad_switched_on_by_the_one_who_resumes(kind: Any) -> None:
+    """A None that the file records is no maximum: it starts from zero, as the rule says."""
+    net, optimizer = stepped(MappedAdamW)
+    target = kind(net.parameters(), 0.01, amsgrad=True)
+    if kind is SwapAdamW:
+        speak(target)
+    notes = load_optimizer_state_dict(
+        target, net, optimizer_state_dict(optimizer, net), keep=("amsgrad",)
+    )
+    assert any("amsgrad switched on" in note for note in notes)
+    train(net, [target], 1, start=3)
 
 
 def test_together_with_muon(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ over the versions is listed below, so that an older file loads with what that ol
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -45,7 +46,7 @@ _KEEP = "--checkpoint.keep_hyperparameters"
 _NOT_VALUES = frozenset({"params", "param_names"})
 
 # What optimizers of torch keep for a parameter that was stepped: required keys, and keys required
-# where a group's flag is set. Only exact types: a subclass may keep whatever it likes.
+# where a group's flag is set. Of a subclass that steps by itself nothing is known.
 _REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Adam": ("step", "exp_avg", "exp_avg_sq"),
@@ -65,6 +66,7 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 FLAGGED: Mapping[str, str] = MappingProxyType(
     {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 )
+_STEPPING = ("step", "_init_group")
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -98,9 +100,18 @@ def excused_flag(key: str, group: Mapping[str, Any]) -> bool:
 
 
 def _torch_name(optimizer: torch.optim.Optimizer) -> str | None:
+    """torch's name of the optimizer, or of the one that steps in its place: its base."""
     cls = type(optimizer)
-    known = cls.__name__ in _REQUIRED and getattr(torch.optim, cls.__name__, None) is cls
-    return cls.__name__ if known else None
+    for base in cls.__mro__:
+        name = base.__name__
+        if name in _REQUIRED and getattr(torch.optim, name, None) is base:
+            return name if all(_raw(cls, m) is _raw(base, m) for m in _STEPPING) else None
+    return None
+
+
+def _raw(cls: type, method: str) -> Any:
+    """A method without its decorators: torch puts a hook around `step` of every class it meets."""
+    return inspect.unwrap(getattr(cls, method, None) or _raw)
 
 
 def _knows_flag(optimizer: torch.optim.Optimizer, flag: str) -> bool:

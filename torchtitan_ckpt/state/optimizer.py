@@ -12,19 +12,21 @@ which no parameter or state can be called and other readers do not ask for:
   by the optimizer's class, its number among those of the class, and their own number.
 - `state.@global.<class>.<k>.<key>`: state that belongs to no parameter.
 
-None never lies in the dict. An empty state dict of a parameter equals no state. Reading changes
-nothing in the optimizer: no entry is created, no step is taken. Loading is in `optimizer_load`.
+None never lies in the dict. An empty state dict of a parameter equals no state. State of a
+parameter that is in no group of its optimizer has no place in the file, and is refused. Reading
+changes nothing in the optimizer: no entry is created, no step is taken. Loading is in
+`optimizer_load`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan_ckpt.errors import MismatchError, Problem, SaveError
+from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys
 from torchtitan_ckpt.manifest import Manifest, TensorEntry
 from torchtitan_ckpt.state.forms import Form, allocate, to_stored
 from torchtitan_ckpt.state.hyperparameters import (
@@ -34,6 +36,7 @@ from torchtitan_ckpt.state.hyperparameters import (
     values_of,
 )
 from torchtitan_ckpt.state.leaves import UNREAD, default_node, flatten, why_not_storable
+from torchtitan_ckpt.state.names import Names, as_parts, parameter_names
 from torchtitan_ckpt.state.slots import Fleet, Optimizers, Slot, fleet_of
 from torchtitan_ckpt.state.swapped import emptied_problem
 from torchtitan_ckpt.state.tensors import local_of
@@ -48,9 +51,11 @@ def optimizer_state_dict(
     """The state of all optimizers as one flat dict; the tensors are live, not copies.
 
     Raises `SaveError` with every parameter whose state cannot be saved truthfully: emptied storage
-    without `CheckpointableState`, values that no file holds, one name for two parameters.
+    without `CheckpointableState`, values that no file holds, one name for two parameters, state of
+    a parameter that was taken out of its group.
     """
-    fleet = fleet_of(optimizers, model_parts)
+    parts = as_parts(model_parts)
+    fleet = fleet_of(optimizers, parts)
     for speaker in fleet.speakers:
         speaker.checkpoint_wait()
     flat: dict[str, Any] = {}
@@ -74,6 +79,7 @@ def optimizer_state_dict(
         problems += _put_group(flat, owner, values_of(group))
     for owner, _, state in fleet.globals():
         problems += _put_state(flat, owner, None, state, frozenset())
+    problems += _left_behind(fleet, parts)
     if problems:
         raise SaveError(*problems)
     return flat
@@ -254,6 +260,26 @@ def _lost_moments(slot: Slot, state: Mapping[str, Any]) -> list[Problem]:
             fix="let the optimizer implement torchtitan_ckpt.state.swapped.CheckpointableState",
         )
         for key in lost
+    ]
+
+
+def _left_behind(fleet: Fleet, parts: Sequence[nn.Module]) -> list[Problem]:
+    """State that would be left out of the file in silence; torch's own `state_dict` fails too."""
+    left: dict[str, list[str]] = {}
+    known = parameter_names(parts)
+    for optimizer, parameter in fleet.outside_groups():
+        name = known.get(id(parameter), Names(f"a parameter {tuple(parameter.shape)} of no model"))
+        left.setdefault(type(optimizer).__name__, []).append(name.canonical)
+    return [
+        Problem(
+            code="optimizer.no-group",
+            what=f"{kind} holds state of parameters that are in none of its groups: "
+            f"{list_keys(names)}",
+            cause="they were taken out of their groups, or replaced in the model",
+            fix="leave them in a group, with requires_grad False to freeze them, "
+            "or delete their entries of optimizer.state",
+        )
+        for kind, names in left.items()
     ]
 
 

@@ -4,12 +4,15 @@ Rules, wherever file and running optimizer differ:
 
 - The file wins: for every hyperparameter and every state value, in its own dtype and type.
 - The file has a tensor where the optimizer holds None or nothing: the tensor is taken.
-- The file records None (`@layout`): None is taken. A pickled None, as torchtitan 0.3.0 writes, is
-  no record of anything: it counts as absent, and is said.
+- The file records None (`@layout`, `@none`): None is taken, but for state that the optimizer
+  certainly needs. A pickled None, as torchtitan 0.3.0 writes, is no record of anything: in a state
+  as in a group it counts as absent, and is said, unless None is what the key holds anyway.
+- `step` may lie with the state or with the group, in the file as here: `steps` says which.
 - The file lacks a key: a parameter with no state at all had none when saved (it never got a
   gradient), so it has none afterwards; it is listed. A parameter with some state, but without a key
   that the optimizer certainly needs or holds now, is an error that names it - unless the group, as
-  loaded, switches that key's feature off (`amsgrad`, `momentum`, `centered`).
+  loaded, switches that key's feature off (`amsgrad`, `momentum`, `centered`). What is needed is
+  known of torch's optimizers, of subclasses that step as those do, and of a speaker that says so.
 - `amsgrad` follows the file too. To change it on resume, name it in `keep`: switched on, the maxima
   start from zero, as in a fresh state; switched off, they are dropped. Both are said.
 - A parameter that the file does not know is an error; parameters of the file that no optimizer of
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from torchtitan_ckpt.errors import MismatchError, Problem, list_keys
 from torchtitan_ckpt.state.forms import from_stored
 from torchtitan_ckpt.state.hyperparameters import (
+    NULL_BY_DEFAULT,
     excused_flag,
     is_parameter_shaped,
     required_state,
@@ -42,7 +46,8 @@ from torchtitan_ckpt.state.hyperparameters import (
 from torchtitan_ckpt.state.leaves import Unread, default_node, leaf_names, rebuild
 from torchtitan_ckpt.state.optimizer import LAYOUT, NONE, Owned
 from torchtitan_ckpt.state.slots import Fleet, Optimizers, Slot, fleet_of
-from torchtitan_ckpt.state.swapped import emptied_problem
+from torchtitan_ckpt.state.steps import STEP, Steps
+from torchtitan_ckpt.state.swapped import emptied_problem, required_of
 from torchtitan_ckpt.state.takeover import Taken, take_over
 from torchtitan_ckpt.state.tensors import local_of
 
@@ -52,6 +57,7 @@ class _Plan:
     """What will be taken over, and what is wrong or worth saying."""
 
     taken: Taken = field(default_factory=Taken)
+    steps: dict[tuple[int, int], Steps] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     without_state: list[Slot] = field(default_factory=list)
@@ -149,28 +155,19 @@ def _plan_groups(
     for slot in slots:
         members.setdefault((id(slot.optimizer), slot.group_index), []).append(slot)
     for where, group in members.items():
-        live = values_of(group[0].group)
-        saved = {}
-        steps = [state.get(f"state.{owners[slot]}.step") for slot in group]
-        step = next((found for found in steps if found is not None), None)
+        saved, states = {}, {}
         for slot in group:
-            values = _group_values(owned.group(owners[slot]), state, plan)
-            if "step" in live and step is not None and slot.speaker is not None:
-                values["step"] = live["step"]  # restored with the state, by the speaker
-            elif "step" in live and step is not None and "step" not in values:
-                values["step"] = _step_as(live["step"], step)  # there it was in the state
-            saved[slot.names.canonical] = values
+            name, owner = slot.names.canonical, owners[slot]
+            saved[name] = _group_values(owned.group(owner), state, plan)
+            held = {suffix: state[key] for suffix, key in owned.state(owner).items()}
+            states[name] = {suffix: value for suffix, value in held.items() if value is not None}
+        plan.steps[where] = Steps.of(group, states, saved)
         label = f"{type(group[0].optimizer).__name__} group {where[1]}"
-        values, problems, notes = resolve(label, live, saved, keep)
+        plan.notes += [f"{label}: {note}" for note in plan.steps[where].give_group(saved)]
+        values, problems, notes = resolve(label, values_of(group[0].group), saved, keep)
         plan.taken.groups[where] = values
         plan.problems += problems
         plan.notes += notes
-
-
-def _step_as(live: Any, step: Any) -> Any:
-    if isinstance(live, Tensor):
-        return torch.as_tensor(step, dtype=live.dtype, device=live.device)
-    return type(live)(step)
 
 
 def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: _Plan) -> dict[str, Any]:
@@ -184,8 +181,10 @@ def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: _Plan
                 plan.problems.append(_malformed(key))
                 continue
             values.update(dict.fromkeys(value))
-        else:
+        elif value is not None:
             values[suffix] = value
+        elif suffix not in NULL_BY_DEFAULT:
+            plan.pickled_none.append(key)
     return values
 
 
@@ -210,15 +209,16 @@ def _plan_state(
     if not tree:
         plan.without_state.append(slot)
         return
+    if slot.speaker is not None:  # it tells no None, and is told none
+        tree = {key: value for key, value in tree.items() if value is not None}
+    plan.steps[id(slot.optimizer), slot.group_index].give_state(name, tree, live)
     _check(slot, group, live, tree, keep, plan)
-    step = tree.get("step")
     if slot.speaker is not None:
         plan.taken.spoken.setdefault(id(slot.speaker), {})[slot.parameter] = tree
         return
+    step = tree.get(STEP)
     if isinstance(step, Tensor) and (group.get("fused") or group.get("capturable")):
-        tree["step"] = step.to(local_of(slot.parameter).device)
-    if "step" in group and "step" not in live and step is not None:
-        del tree["step"]
+        tree[STEP] = step.to(local_of(slot.parameter).device)
     plan.taken.states.setdefault(id(slot.optimizer), {})[slot.parameter] = tree
 
 
@@ -285,17 +285,22 @@ def _check(
     if "amsgrad" in keep:
         if not group.get("amsgrad") and tree.pop("max_exp_avg_sq", None) is not None:
             plan.notes.append("amsgrad switched off: max_exp_avg_sq dropped")
-        elif group.get("amsgrad") and "exp_avg_sq" in tree and "max_exp_avg_sq" not in tree:
+        elif (
+            group.get("amsgrad")
+            and isinstance(tree.get("exp_avg_sq"), Tensor)
+            and tree.get("max_exp_avg_sq") is None
+        ):
             tree["max_exp_avg_sq"] = torch.zeros_like(tree["exp_avg_sq"])
             plan.notes.append("amsgrad switched on: max_exp_avg_sq starts from zero")
     held = {key for key, value in live.items() if value is not None}
     for key in sorted((held - tree.keys()), key=str):
         if excused_flag(key, group):
             plan.notes.append(f"{key} dropped: the checkpoint's group does not use it")
-    needed = {key for key in held if not excused_flag(key, group)}
-    if slot.speaker is None:
-        needed |= required_state(slot.optimizer, group)
-    lost = sorted(str(k) for k in needed if k not in tree and not (k == "step" and "step" in group))
+    needed = {key for key in held if not excused_flag(key, group)} - tree.keys()
+    needed |= {key for key in _required(slot, group) if tree.get(key) is None}
+    if plan.steps[id(slot.optimizer), slot.group_index].only_in_group:
+        needed.discard(STEP)
+    lost = sorted(map(str, needed))
     if lost:
         plan.problems.append(_missing(f"state.{name}.", lost))
     shape = local_of(slot.parameter).shape if slot.speaker is not None else slot.parameter.shape
@@ -316,6 +321,12 @@ def _check(
                     actual=str(tuple(value.shape)),
                 )
             )
+
+
+def _required(slot: Slot, group: Mapping[str, Any]) -> frozenset[str]:
+    if slot.speaker is not None:
+        return required_of(slot.speaker, group)
+    return required_state(slot.optimizer, group)
 
 
 def _plan_labels(

@@ -79,6 +79,14 @@ class Fleet:
             own = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
             yield f"@global.{label}", optimizer, own
 
+    def outside_groups(self) -> Iterator[tuple[Optimizer, Tensor]]:
+        """Parameters of which an optimizer holds state, although none of its groups has them."""
+        for optimizer in self.optimizers:
+            grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for key, held in optimizer.state.items():
+                if isinstance(key, Tensor) and held and id(key) not in grouped:
+                    yield optimizer, key
+
 
 def fleet_of(optimizers: Optimizers, model_parts: nn.Module | Iterable[nn.Module]) -> Fleet:
     """Gather every parameter of every optimizer. Raises `SaveError` for what cannot be named."""

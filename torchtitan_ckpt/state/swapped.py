@@ -8,7 +8,7 @@ tensors without speaking it is refused with the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -23,7 +23,8 @@ class CheckpointableState(Protocol):
 
     Values are plain tensors of this rank's shard (or numbers), on any device. `step` belongs here
     even if the optimizer keeps it in the group. A key whose value is None is simply left out of the
-    file; `checkpoint_restore` gets what the file has and fills in the rest itself.
+    file; `checkpoint_restore` gets what the file has, never a None, and fills in the rest itself.
+    What it cannot fill in it says with `RequiredState`.
     """
 
     def checkpoint_wait(self) -> None:
@@ -40,10 +41,32 @@ class CheckpointableState(Protocol):
     def checkpoint_restore(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Become the optimizer with exactly these states; a parameter not named has none.
 
+        The groups have their hyperparameters already. A `step` there is right where none of the
+        group's parameters is named: it stays.
+
         All or nothing. The tensors are the caller's gift: on the host, never written to again. What
         `checkpoint_state` returned before must stay intact, since a rollback hands it in again.
         """
         ...
+
+
+@runtime_checkable
+class RequiredState(Protocol):
+    """What a `CheckpointableState` may say besides."""
+
+    def checkpoint_required(self, group: Mapping[str, Any]) -> Collection[str]:
+        """Keys without which it cannot step a parameter of such a group, if that has state.
+
+        A file that lacks one is refused by the parameter's name, before anything has changed.
+        """
+        ...
+
+
+def required_of(speaker: object, group: Mapping[str, Any]) -> frozenset[str]:
+    """What a speaker says that it needs; nothing where it says nothing."""
+    if isinstance(speaker, RequiredState):
+        return frozenset(speaker.checkpoint_required(group))
+    return frozenset()
 
 
 def emptied_problem(name: str, key: str, value: Any) -> Problem | None:
