@@ -27,6 +27,29 @@ from torchtitan_ckpt.state.tensors import is_emptied
 # Shape, dtype and, for DTensors, mesh shape and placements; objects have none of these.
 Description = tuple[tuple[int, ...], str, str]
 _OBJECT: Description = ((), "", "")
+# Why ranks may differ, and what helps: of keys that begin so, and of the others.
+_ADVICE = {
+    "optimizer.state.": (
+        "state of each rank's shard under one name: scales of 8-bit blocks, or moments of a "
+        "parameter that is no DTensor",
+        "let the optimizer tell plain shards (torchtitan_ckpt.state.swapped.CheckpointableState), "
+        "of scales the values that they stand for; or save model-only",
+    ),
+    "lr_scheduler.": (
+        "schedulers that each rank steps otherwise, as by a loss of its own",
+        "step them with the same values on every rank (a loss that was reduced over them)",
+    ),
+}
+_CONFIGS = (
+    "ranks that were built from different configs, or shards handed over as whole tensors",
+    "",
+)
+_PLAIN = (
+    "local shards that are not DTensors (expert parallelism done by hand), or buffers that ranks "
+    "update each for itself",
+    "make it a DTensor over its mesh, or bring the copies together before the save",
+)
+_OBJECTS = ("a state of each rank under one key", "name it by its rank, as the data loader does")
 # Distinct descriptions that are exchanged in full; more of them are one problem, told by samples.
 _MAX_VIEWS = 64
 
@@ -118,6 +141,16 @@ def _exchange(mine: Mapping[str, Description], ranks: Ranks) -> _Holders:
     return _Holders({key: tuple(sorted(group)) for key, group in holders.items()}, views)
 
 
+def _state_of(key: str) -> str:
+    """The state of `_ADVICE` that a key belongs to, or nothing."""
+    return next((start for start in _ADVICE if key.startswith(start)), "")
+
+
+def _advice(keys: Sequence[str], others: tuple[str, str]) -> tuple[str, str]:
+    """Cause and fix for keys of one state."""
+    return _ADVICE.get(_state_of(keys[0]), others)
+
+
 def is_own(key: str) -> bool:
     """Whether each rank, or each data-parallel rank, has a key of this kind for itself."""
     return key.startswith(("dataloader.dp_rank_", f"{rng.PREFIX}rank_"))
@@ -127,26 +160,25 @@ def is_own(key: str) -> bool:
 
 
 def _description_problems(holders: _Holders) -> list[Problem]:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    found: dict[tuple[str, str, str, str], list[str]] = {}
     for key, said in holders.views.items():
         if len(said) == 1:
             continue
         (first, some), (second, others) = list(said.items())[:2]
         code, what = _difference(first, second)
-        text = f"{_spell(first)} on {_names(some)}"
-        found.setdefault((code, what, f"{text}|{_spell(second)} on {_names(others)}"), []).append(
-            key
-        )
+        text = f"{_spell(first)} on {_names(some)}|{_spell(second)} on {_names(others)}"
+        found.setdefault((code, what, text, _state_of(key)), []).append(key)
     return [
         Problem(
             code=f"ranks.{code}",
             what=f"ranks disagree about the {what} of {list_keys(keys)}",
             expected=text.partition("|")[0],
             actual=text.partition("|")[2],
-            cause="ranks that were built from different configs, or shards handed over as whole "
-            "tensors",
+            cause=cause,
+            fix=fix,
         )
-        for (code, what, text), keys in found.items()
+        for (code, what, text, _), keys in found.items()
+        for cause, fix in [_advice(keys, _CONFIGS)]
     ]
 
 
@@ -263,7 +295,7 @@ def _value_problems(flat: Mapping[str, Any], holders: _Holders, ranks: Ranks) ->
     if not suspects:
         return []
     details = ranks.gather({group: groups[group] for group in suspects if group in groups})
-    found: dict[tuple[str, bool], list[str]] = {}
+    found: dict[tuple[str, bool, str], list[str]] = {}
     for group in sorted(suspects):
         for key in sorted({k for rank in group for k in details[rank].get(group, {})}):
             parties: dict[bytes | None, list[int]] = {}
@@ -272,24 +304,20 @@ def _value_problems(flat: Mapping[str, Any], holders: _Holders, ranks: Ranks) ->
             if len(parties) > 1:
                 text = " | ".join(_names(party) for party in parties.values())
                 is_tensor = any(d != _OBJECT for d in holders.views[key])
-                found.setdefault((text, is_tensor), []).append(key)
-    return [_differing(text, is_tensor, keys) for (text, is_tensor), keys in found.items()]
+                found.setdefault((text, is_tensor, _state_of(key)), []).append(key)
+    return [_differing(text, is_tensor, keys) for (text, is_tensor, _), keys in found.items()]
 
 
 def _differing(text: str, is_tensor: bool, keys: list[str]) -> Problem:
     kind = "plain tensors" if is_tensor else "values"
+    cause, fix = _advice(keys, _PLAIN if is_tensor else _OBJECTS)
     return Problem(
         code="ranks.plain-differs" if is_tensor else "ranks.object-differs",
         what=f"{kind} that differ between ranks: {list_keys(keys)}",
         expected="the same bits on every rank that holds the key, since one copy is saved",
         actual=f"parties: {text}",
-        cause="local shards that are not DTensors (expert parallelism done by hand), or buffers "
-        "that ranks update each for itself"
-        if is_tensor
-        else "a state of each rank under one key",
-        fix="make it a DTensor over its mesh, or bring the copies together before the save"
-        if is_tensor
-        else "name it by its rank, as the data loader does",
+        cause=cause,
+        fix=fix,
     )
 
 

@@ -75,6 +75,15 @@ def local_experts(s: dict[str, Any], rank: int) -> None:
     s["layers.0.moe.experts.w2"] = torch.full((2, 3), float(rank))
 
 
+def scales_of_blocks(s: dict[str, Any], rank: int) -> None:
+    """As 8-bit optimizers: a number for every four elements of a rank's shard, of 10 in all."""
+    s["optimizer.state.layers.0.w.absmax"] = torch.full((2 - rank // 2,), 0.5)
+
+
+def scales_of_equal_blocks(s: dict[str, Any], rank: int) -> None:
+    s["optimizer.state.layers.0.w.absmax"] = torch.full((2,), float(rank))
+
+
 def object_instead(s: dict[str, Any], rank: int) -> None:
     if rank == 1:
         s["one"] = [1.0] * 7
@@ -116,6 +125,8 @@ def check(edit: Callable[[dict[str, Any], int], None]) -> list[tuple[str, str]]:
         (change_object, "ranks.object-differs", ["lr_scheduler", "ranks 0..1 | ranks 2..3"]),
         (change_placement, "ranks.placement", ["layers.0.w", "R", "rank 3"]),
         (local_experts, "ranks.plain-differs", ["experts.w1", "experts.w2", "DTensor"]),
+        (scales_of_blocks, "ranks.shape", ["w.absmax", "8-bit", "CheckpointableState"]),
+        (scales_of_equal_blocks, "ranks.plain-differs", ["w.absmax", "8-bit", "CheckpointableSt"]),
         (object_instead, "ranks.kind", ["one", "no tensor", "rank 1"]),
         (negative_zero, "ranks.plain-differs", ["one"]),
     ],
