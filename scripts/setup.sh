@@ -3,12 +3,12 @@
 #
 #   VENV=.venv      where it lies (a relative path is taken from the root of the checkout)
 #   PYTHON=python3  which Python makes it: 3.11 or newer
-#   EXTRAS=...      extras besides the base; default "dev,hf,titan"; "" for none
+#   EXTRAS=...      extras besides the base; default "dev,hf,titan,faults"; "" for none
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${VENV:-.venv}
-extras=${EXTRAS-dev,hf,titan}
+extras=${EXTRAS-dev,hf,titan,faults}
 python=${PYTHON:-python3}
 
 "$python" - <<'PY' || exit 3
@@ -32,8 +32,16 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
     say "torch 2.13.0, some 200 MB where it is not there yet"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 >&2
     say "the package and what it needs"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -e ".${extras:+[$extras]}" torch==2.13.0 >&2
+    package() {
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+            -e ".${1:+[$1]}" torch==2.13.0 >&2
+    }
+    if ! package "$extras"; then
+        # An index may lack the outside judge of the faults; its tests then say that they want it.
+        [ "${extras%,faults}" != "$extras" ] || exit 1
+        say "once more without the extra 'faults'"
+        package "${extras%,faults}"
+    fi
     printf '%s' "$want" >"$stamp"
     say "done"
 fi
