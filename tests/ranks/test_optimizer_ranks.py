@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
+from conformance.degrees import Case
+from conformance.jobs import Job, small_table
 from conformance.ranks import RankPool
 from conformance.swap import SwapAdamW, speak
 from tests.specimens.odd_optimizers import (
@@ -21,6 +24,7 @@ from tests.specimens.odd_optimizers import (
     HalfMoments,
     LocalMoments,
     SpeakingLocal,
+    bits,
     load,
     save,
 )
@@ -167,6 +171,58 @@ def test_every_degree_to_every_other(
         assert rank["saved"] == saved[0]["saved"]
         if before == after or name != "fused":  # its kernel rounds by position in a vector
             assert rank["after"] == saved[0]["after"]
+
+
+def fused_job(case: Case, *, empty: bool = False) -> Job:
+    """A job of the matrix with a fused AdamW for each model part."""
+    job = Job.start(small_table(), case.degrees, chunks=case.chunks, empty=empty)
+    job.optimizers = [
+        torch.optim.AdamW(part.parameters(), lr=0.125, fused=True) for part in job.parts
+    ]
+    job.schedulers = [LambdaLR(optimizer, lambda step: 0.5**step) for optimizer in job.optimizers]
+    return job
+
+
+def fused_bits(job: Job) -> dict[str, Any]:
+    flat = job.state("model", "optimizer")
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in flat.items()}
+    return {key: bits(value) for key, value in whole.items()}
+
+
+def fused_run(folder: str, case: Case, *, loads: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a job holds that trained and saved, or that loaded; and that after two more steps."""
+    job = fused_job(case, empty=loads)
+    if loads:
+        manager = job.manager(folder, load_only=True, exclude_from_loading=["dataloader"])
+        assert manager.load()
+    else:
+        job.train(2)
+        manager = job.manager(folder, interval=1)
+        assert manager.save(2)
+    manager.close()
+    held = fused_bits(job)
+    job.train(2)
+    return held, fused_bits(job)
+
+
+SPLITS = ("1", "tp2", "pp2", "fsdp2 x cp2", "fsdp2 x ep2")
+TURNED = (*SPLITS[1:], SPLITS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [*zip(SPLITS * 2, SPLITS + TURNED, strict=True)])
+def test_fused_state_under_every_kind_of_split(
+    pool: RankPool, tmp_path: Path, before: str, after: str
+) -> None:
+    """Its kernel rounds by position in a vector, so the matrix has no truth to hold it against."""
+    one, two = Case.parse(before), Case.parse(after)
+    saved = pool.run(fused_run, one.ranks, str(tmp_path), one, loads=False)
+    loaded = pool.run(fused_run, two.ranks, str(tmp_path), two, loads=True)
+    held, later = ({k: v for rank in saved for k, v in rank[n].items()} for n in (0, 1))
+    assert {k: v for rank in loaded for k, v in rank[0].items()} == held
+    assert all(rank[0][key] == held[key] for rank in (*saved, *loaded) for key in rank[0])
+    if before == after:
+        assert {k: v for rank in loaded for k, v in rank[1].items()} == later
 
 
 def staged_run(folder: str, shape: tuple[int, ...]) -> bool:
