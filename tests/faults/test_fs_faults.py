@@ -172,24 +172,46 @@ def test_a_folder_that_vanishes(lab, truth, tmp_path, mode, when):
 # --- reading ------------------------------------------------------------------------------------
 
 
-def reading(lab, truth, prepared, at, action, error):
+READING = {
+    "broken": (Action.FAIL, "EIO"),
+    "shut": (Action.FAIL, "EACCES"),
+    "short": (Action.SHORT, ""),
+}
+
+
+def reading(lab, truth, prepared, at, fault):
     """A load that meets a fault is right, or raises a CheckpointError and changes nothing."""
-    result = lab.run(scenarios.load_at, prepared("next"), truth[False], at, action, error)
+    result = lab.run(scenarios.load_at, prepared("next"), truth[False], at, *READING[fault])
     if result["raised"]:
-        if action is Action.SHORT:
+        if fault == "short":
             return f"a short read is no error: {result['raised']}"
+        if not result["same"]:
+            return f"a load that failed has changed the job: {result['raised']}"
         return "" if result["ours"] and "[" in result["raised"] else result["raised"]
     return "" if result["step"] == 2 and result["same"] else f"loaded {result}"
 
 
-@pytest.mark.parametrize(("action", "error"), [(Action.FAIL, "EIO"), (Action.SHORT, "")])
-def test_a_load_that_cannot_read_never_takes_less(lab, truth, prepared, seed, action, error):
-    """A step that cannot be read for the moment is no reason to resume an older one."""
+def check_reading(lab, truth, prepared, fault, choose):
+    """A load that cannot read for the moment is no reason to resume an older step, or half of one.
+
+    `choose` picks the calls that fail out of all that a load makes.
+    """
     whole = lab.run(scenarios.load_at, prepared("next"), truth[False], 0, Action.NOTHING, "")
     assert whole["step"] == 2
     assert whole["same"]
-    numbers = range(1, whole["count"] + 1)
-    cases = random.Random(seed).sample(numbers, min(12, len(numbers)))
-    texts = lab.each(cases, lambda at: reading(lab, truth, prepared, at, action, error))
-    bad = [f"call {at}: {text}" for at, text in zip(cases, texts, strict=True) if text]
-    assert not bad, "\n".join(bad)
+    numbers = choose(range(1, whole["count"] + 1))
+    texts = lab.each(numbers, lambda at: reading(lab, truth, prepared, at, fault))
+    bad = [f"call {at}: {text}" for at, text in zip(numbers, texts, strict=True) if text]
+    assert not bad, f"{len(bad)} of {len(numbers)}\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize("fault", READING)
+def test_a_load_may_fail_at_any_call(lab, truth, prepared, seed, fault):
+    rng = random.Random(seed)
+    check_reading(lab, truth, prepared, fault, lambda calls: rng.sample(calls, min(8, len(calls))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", READING)
+def test_a_load_may_fail_at_every_call(lab, truth, prepared, fault):
+    check_reading(lab, truth, prepared, fault, list)
