@@ -173,6 +173,26 @@ def test_every_degree_to_every_other(
             assert rank["after"] == saved[0]["after"]
 
 
+def notes_of_load(folder: str, name: str, shape: tuple[int, ...]) -> list[str]:
+    model = build(shape)
+    return load(Path(folder), OPTIMIZERS[name](model), model)
+
+
+@pytest.mark.parametrize("before", ["plain", "fsdp2"])
+def test_factors_that_come_as_dtensors_because_nothing_says_otherwise(
+    pool: RankPool, tmp_path: Path, before: str
+) -> None:
+    """Where the optimizer wants plain ones, its next step would fail: the load has said why."""
+    first = SHAPES[before]
+    pool.run(save_run, ranks_of(first), str(tmp_path), "factored-plain", first)
+    for notes in pool.run(notes_of_load, 2, str(tmp_path), "factored-plain", (2,)):
+        told = [note for note in notes if "saved without shards" in note]
+        assert len(told) == (before == "plain")
+        assert all(
+            "up.weight.columns" in note and "step" not in note.split(";")[0] for note in told
+        )
+
+
 def fused_job(case: Case, *, empty: bool = False) -> Job:
     """A job of the matrix with a fused AdamW for each model part."""
     job = Job.start(small_table(), case.degrees, chunks=case.chunks, empty=empty)

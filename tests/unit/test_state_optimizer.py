@@ -830,7 +830,14 @@ def test_unread_values_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", [{"node": ("dict", 5)}, {"node": ("leaf",)}, {"node": ("?", [])}, {"node": ("none",)}]
+    "junk",
+    [
+        {"node": ("dict", 5)},
+        {"node": ("leaf",)},
+        {"node": ("?", [])},
+        {"node": ("none",)},
+        {"forms": 5},
+    ],
 )
 def test_damaged_layouts_are_refused(tmp_path: Path, junk: Any) -> None:
     net = make_net()

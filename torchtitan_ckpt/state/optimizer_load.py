@@ -26,14 +26,12 @@ there is no `state_dict` of torch's shape to hand them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_ckpt.errors import MismatchError, Problem, list_keys
-from torchtitan_ckpt.state.forms import from_stored
 from torchtitan_ckpt.state.hyperparameters import (
     NULL_BY_DEFAULT,
     excused_flag,
@@ -43,25 +41,15 @@ from torchtitan_ckpt.state.hyperparameters import (
     unknown_problems,
     values_of,
 )
-from torchtitan_ckpt.state.leaves import Unread, default_node, leaf_names, rebuild
-from torchtitan_ckpt.state.optimizer import LAYOUT, NONE, Owned
+from torchtitan_ckpt.state.leaves import Unread
+from torchtitan_ckpt.state.optimizer import NONE
+from torchtitan_ckpt.state.optimizer_plan import Plan, malformed, missing, state_tree, unread
+from torchtitan_ckpt.state.owned import Owned
 from torchtitan_ckpt.state.slots import Fleet, Optimizers, Slot, fleet_of
 from torchtitan_ckpt.state.steps import STEP, Steps
 from torchtitan_ckpt.state.swapped import emptied_problem, required_of
-from torchtitan_ckpt.state.takeover import Taken, take_over
+from torchtitan_ckpt.state.takeover import take_over
 from torchtitan_ckpt.state.tensors import local_of
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What will be taken over, and what is wrong or worth saying."""
-
-    taken: Taken = field(default_factory=Taken)
-    steps: dict[tuple[int, int], Steps] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    without_state: list[Slot] = field(default_factory=list)
-    pickled_none: list[str] = field(default_factory=list)
 
 
 def load_optimizer_state_dict(
@@ -94,7 +82,7 @@ def prepare_optimizer_load(
     fleet = fleet_of(optimizers, model_parts)
     for speaker in fleet.speakers:
         speaker.checkpoint_wait()
-    plan = _Plan()
+    plan = Plan()
     owned = Owned(state, fleet)
     owners = {slot: owned.owner_of(slot, plan.problems) for slot in fleet.slots}
     known = [slot for slot in fleet.slots if owners[slot] is not None]
@@ -122,25 +110,9 @@ def prepare_optimizer_load(
 
     def apply() -> list[str]:
         take_over(fleet, plan.taken)
-        return _said(plan)
+        return plan.said()
 
     return apply
-
-
-def _said(plan: _Plan) -> list[str]:
-    notes = list(dict.fromkeys(plan.notes))
-    # Of an optimizer without any state, such as plain SGD, there is nothing to say.
-    stateful = plan.taken.states.keys() | plan.taken.spoken.keys()
-    bare = [
-        slot.names.canonical
-        for slot in plan.without_state
-        if {id(slot.optimizer), id(slot.speaker)} & stateful
-    ]
-    if bare:
-        notes.append(f"no state in the checkpoint, as when it was saved: {list_keys(bare)}")
-    if plan.pickled_none:
-        notes.append(f"a pickled None counts as absent: {list_keys(plan.pickled_none)}")
-    return notes
 
 
 def _plan_groups(
@@ -149,7 +121,7 @@ def _plan_groups(
     owned: Owned,
     state: Mapping[str, Any],
     keep: Sequence[str],
-    plan: _Plan,
+    plan: Plan,
 ) -> None:
     members: dict[tuple[int, int], list[Slot]] = {}
     for slot in slots:
@@ -170,15 +142,15 @@ def _plan_groups(
         plan.notes += notes
 
 
-def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: _Plan) -> dict[str, Any]:
+def _group_values(keys: Mapping[str, str], state: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for suffix, key in keys.items():
         value = state[key]
         if isinstance(value, Unread):
-            plan.problems.append(_unread(key))
+            plan.problems.append(unread(key))
         elif suffix == NONE:
             if not isinstance(value, list) or not all(isinstance(k, str) for k in value):
-                plan.problems.append(_malformed(key))
+                plan.problems.append(malformed(key))
                 continue
             values.update(dict.fromkeys(value))
         elif value is not None:
@@ -194,7 +166,7 @@ def _plan_state(
     state: Mapping[str, Any],
     local: Mapping[int, frozenset[str]],
     keep: Sequence[str],
-    plan: _Plan,
+    plan: Plan,
 ) -> None:
     name = slot.names.canonical
     group = plan.taken.groups.get((id(slot.optimizer), slot.group_index), slot.group)
@@ -203,7 +175,7 @@ def _plan_state(
         emptied = [emptied_problem(name, key, value) for key, value in live.items()]
         plan.problems += [problem for problem in emptied if problem is not None]
     names = local.get(id(slot.optimizer), frozenset()) if slot.speaker is None else None
-    tree = _tree(slot.parameter, keys, state, live, names, plan)
+    tree = state_tree(slot.parameter, keys, state, live, names, plan)
     if tree is None:
         return
     if not tree:
@@ -211,7 +183,7 @@ def _plan_state(
         return
     if slot.speaker is not None:  # it tells no None, and is told none
         tree = {key: value for key, value in tree.items() if value is not None}
-    plan.steps[id(slot.optimizer), slot.group_index].give_state(name, tree, live)
+    plan.steps_of(slot).give_state(name, tree, live)
     _check(slot, group, live, tree, keep, plan)
     if slot.speaker is not None:
         plan.taken.spoken.setdefault(id(slot.speaker), {})[slot.parameter] = tree
@@ -222,63 +194,13 @@ def _plan_state(
     plan.taken.states.setdefault(id(slot.optimizer), {})[slot.parameter] = tree
 
 
-def _tree(
-    parameter: Tensor | None,
-    keys: Mapping[str, str],
-    state: Mapping[str, Any],
-    live: Mapping[Any, Any],
-    local: frozenset[str] | None,
-    plan: _Plan,
-) -> dict[Any, Any] | None:
-    """The nested state of one owner from its flat values, or None after a problem.
-
-    `local` names the plain shards among `live`; None asks for plain shards throughout.
-    """
-    before = len(plan.problems)
-    flat = {suffix: state[key] for suffix, key in keys.items()}
-    plan.problems += [_unread(keys[s]) for s, v in flat.items() if isinstance(v, Unread)]
-    layout = flat.pop(LAYOUT, None)
-    layout = layout if isinstance(layout, dict) else {}
-    forms = layout.get("forms") or {}
-    nulls = [suffix for suffix, value in flat.items() if value is None]
-    plan.pickled_none += [keys[suffix] for suffix in nulls]
-    flat = {suffix: value for suffix, value in flat.items() if value is not None}
-    node = layout.get("node") or default_node(flat)
-    try:
-        lost = [leaf for leaf in leaf_names(node) if leaf not in flat]
-    except (LookupError, TypeError, ValueError):
-        plan.problems.append(_malformed(keys[LAYOUT]))
-        return None
-    if lost:
-        plan.problems.append(_missing(next(iter(keys.values())).rpartition(".")[0], lost))
-    if len(plan.problems) > before:
-        return None
-
-    def leaf(name: str) -> Any:
-        value = flat[name]
-        if not isinstance(value, Tensor):
-            return value
-        if local is None:
-            return from_stored(parameter, value, "local")
-        return from_stored(parameter, value, forms.get(name), live.get(name), name in local)
-
-    try:
-        tree = rebuild(node, leaf)
-    except (LookupError, TypeError, ValueError):
-        tree = None
-    if not isinstance(tree, dict):
-        plan.problems.append(_malformed(keys[LAYOUT]))
-        return None
-    return tree
-
-
 def _check(
     slot: Slot,
     group: Mapping[str, Any],
     live: Mapping[str, Any],
     tree: dict[str, Any],
     keep: Sequence[str],
-    plan: _Plan,
+    plan: Plan,
 ) -> None:
     """Completeness and shapes of one parameter's state, and what `keep` changes in it."""
     name = slot.names.canonical
@@ -298,11 +220,11 @@ def _check(
             plan.notes.append(f"{key} dropped: the checkpoint's group does not use it")
     needed = {key for key in held if not excused_flag(key, group)} - tree.keys()
     needed |= {key for key in _required(slot, group) if tree.get(key) is None}
-    if plan.steps[id(slot.optimizer), slot.group_index].only_in_group:
+    if plan.steps_of(slot).only_in_group:
         needed.discard(STEP)
     lost = sorted(map(str, needed))
     if lost:
-        plan.problems.append(_missing(f"state.{name}.", lost))
+        plan.problems.append(missing(f"state.{name}.", lost))
     shape = local_of(slot.parameter).shape if slot.speaker is not None else slot.parameter.shape
     for key, value in tree.items():
         if not isinstance(value, Tensor):
@@ -330,7 +252,7 @@ def _required(slot: Slot, group: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _plan_labels(
-    fleet: Fleet, owned: Owned, state: Mapping[str, Any], keep: Sequence[str], plan: _Plan
+    fleet: Fleet, owned: Owned, state: Mapping[str, Any], keep: Sequence[str], plan: Plan
 ) -> None:
     for label, optimizer, group in fleet.empty_groups():
         keys = owned.group(owned.label_of(label))
@@ -344,31 +266,8 @@ def _plan_labels(
         plan.problems += problems
         plan.notes += notes
     for label, optimizer, live in fleet.globals():
-        tree = _tree(None, owned.state(owned.label_of(label)), state, live, frozenset(), plan)
+        tree = state_tree(None, owned.state(owned.label_of(label)), state, live, frozenset(), plan)
         if tree:
             plan.taken.states.setdefault(id(optimizer), {}).update(tree)
         elif live:
             plan.notes.append(f"{label}: the checkpoint has no such state; the present one stays")
-
-
-def _unread(key: str) -> Problem:
-    return Problem(code="optimizer.unread", what=f"{key} was planned and never read", where=key)
-
-
-def _malformed(key: str) -> Problem:
-    return Problem(
-        code="optimizer.malformed",
-        what=f"{key} does not describe what this package writes there",
-        where=key,
-        cause="the checkpoint was edited or damaged",
-    )
-
-
-def _missing(where: str, keys: Sequence[str]) -> Problem:
-    return Problem(
-        code="optimizer.missing-state",
-        what=f"{where.removeprefix('state.').rstrip('.')}: the checkpoint lacks {', '.join(keys)}",
-        where=where,
-        cause="another optimizer saved this, or the checkpoint was edited",
-        fix="leave the optimizer out of the load, or use the optimizer that saved it",
-    )
