@@ -160,7 +160,8 @@ def _capabilities(mapping: Any) -> Capabilities:
         elif isinstance(entry, HfOnly | Tied):
             for key in _instances(entry):
                 hf_only[key] = entry.why
-    return Capabilities(native_only=native_only, hf_only=hf_only, tied=tied)
+    # The reader is every family's: it goes by dtypes, shapes and keys alone.
+    return Capabilities(native_only=native_only, hf_only=hf_only, tied=tied, quantized=True)
 
 
 def _instances(entry: Any) -> list[str]:

@@ -25,11 +25,12 @@ from tests.specimens.files import SPECIMENS as FILES
 from tests.specimens.forward import SPECIMENS as FORWARD
 from tests.specimens.managers import SPECIMENS as MANAGERS
 from tests.specimens.ranked import SPECIMENS as RANKED
+from tests.specimens.readers import SPECIMENS as READERS
 from tests.specimens.specimen import Specimen
 from tests.specimens.trainers import SPECIMENS as TRAINERS
 
 # Adapters, managers and trainers are subjects apart: each kind has checks that apply to it alone.
-SPECIMENS: tuple[Specimen, ...] = (*ADAPTERS, *DRAWN, *FILES, *FORWARD)
+SPECIMENS: tuple[Specimen, ...] = (*ADAPTERS, *DRAWN, *FILES, *READERS, *FORWARD)
 HERE = tuple(c for c in CONTRACT if c.level <= 4)
 MANAGED = tuple(c for c in CONTRACT if c.needs == ("manager",))
 JOBS = tuple(c for c in CONTRACT if c.chapter == "job")

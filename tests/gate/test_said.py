@@ -15,8 +15,8 @@ from conformance.raised import told
 from conformance.template import Leaf
 from tests.specimens import right
 from tests.specimens.edits import edited, value
-from tests.specimens.files import PlainForQuantized
 from tests.specimens.keys import ThroughNumpy
+from tests.specimens.readers import PlainForQuantized
 from tests.specimens.right import Right, State
 from tests.specimens.specimen import BLIND, HEAD, TiedRight
 from torchtitan_ckpt.errors import ConfigError

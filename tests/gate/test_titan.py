@@ -24,10 +24,10 @@ FOUND: dict[str, set[str]] = {
     "titan:llama3/debugmodel": {*UNKNOWN, "reshard.convert"},
     "titan:qwen3/debugmodel": {*UNKNOWN, "purity.input-unchanged"},
     "titan:qwen3/debugmodel_moe": {*UNKNOWN, "keys.half-group", "values.dtensor"},
-    "titan:deepseek_v3/debugmodel": {"keys.half-group", "values.dtensor"},
-    "titan:deepseek_v3/debugmodel?mtp=1": {"keys.half-group", "values.dtensor"},
+    "titan:deepseek_v3/debugmodel": {"keys.half-group", "values.dtensor", "files.quantized"},
+    "titan:deepseek_v3/debugmodel?mtp=1": {"keys.half-group", "values.dtensor", "files.quantized"},
     "titan:kimi_k2_7/debugmodel": {"keys.half-group", "values.dtensor"},
-    "titan:gpt_oss/debugmodel": {"keys.total", "keys.index", *UNKNOWN},
+    "titan:gpt_oss/debugmodel": {"keys.total", "keys.index", "files.quantized", *UNKNOWN},
 }
 
 
@@ -76,6 +76,20 @@ def test_replicated_experts_are_refused_by_name() -> None:
     (finding,) = report.findings
     assert finding.keys == ("layers.1.moe.routed_experts.inner_experts.w1_EFD",)
     assert "'Replicate' object has no attribute 'dim'" in finding.actual
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
+def test_scales_that_torchs_reader_does_not_know(model: str) -> None:
+    """Whole and sliced, it is right on published files, and refuses a scale without dimensions."""
+    report = check(f"titan:{model}", checks=["files.quantized"])
+    what, where = zip(*(f.what.split(" where ") for f in report.findings), strict=True)
+    assert where == (
+        "files hold no scale",
+        "the scale is named .scale",
+        "scales are exponents (uint8)",
+    )
+    assert what[:2] == ("the quantized reader loads codes as weights",) * 2
+    assert report.findings[2].actual == "1.953125"
 
 
 def test_heads_that_the_shards_do_not_divide_are_refused_by_llama() -> None:

@@ -39,6 +39,8 @@ seed.ranks              SeedOnTheFirstRankOnly         tok_embeddings.weight   G
 seed.fresh              SeedWithPosition               dataloader              SEL-08
 seed.one-rank           SeedByMany                     create_seed_checkpoint  SEL-07
 seed.other-model        SeedLoadsWhatFits              layers.3.extra          STR-01
+seed.other-model        SeedOfAnotherShape             router.gate             STR-04
+seed.other-model        SeedOfAnotherDtype             layers.4.attention.q_norm  DTY-05
 resume.newest           NewestAsPaddedText             model                   STP-06
 resume.newest           NewestByTime                   model                   STP-06
 resume.names            AnyNameWithAStep               step-11.tmp             STP-06, PRG-04

@@ -170,3 +170,25 @@ class SeedLoadsWhatFits(Edited):
             return self.inner.load(step)
         config = replace(self.inner.config, excuse_mismatch=["*"])
         return CheckpointManager(config, **self.job).load(step)
+
+
+class _Excuses(Edited):
+    """Goes on where the model of the seed differs in this one way."""
+
+    code = ""
+
+    def load(self, step: int = -1) -> Any:
+        try:
+            return self.inner.load(step)
+        except CheckpointError as error:
+            if not self.seeded or {problem.code for problem in error.problems} != {self.code}:
+                raise
+        return True
+
+
+class SeedOfAnotherShape(_Excuses):
+    code = "load.shape"
+
+
+class SeedOfAnotherDtype(_Excuses):
+    code = "load.dtype"

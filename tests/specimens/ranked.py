@@ -6,6 +6,7 @@ a mesh of one rank each does what the right adapter does.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -149,6 +150,28 @@ class PartsAsPlainTensors(Edited):
         return super().from_hf(back)
 
 
+class ReplicasJoined(Edited):
+    """The parts of all ranks one after another, whether they are parts or copies."""
+
+    pattern = "o_proj"
+
+    def exported(self, value: DTensor) -> Any:
+        axes = zip(value.device_mesh.shape, value.placements, strict=True)
+        copies = math.prod(size for size, placement in axes if placement.is_replicate())
+        return torch.cat([value.full_tensor()] * copies)
+
+
+class WithoutRowsIsMissing(Edited):
+    """A rank whose part has no rows does not get the tensor back."""
+
+    config_of = SPARSE
+    pattern = "q_norm"
+
+    def from_hf(self, hf_state_dict: State) -> State:
+        back = super().from_hf(hf_state_dict)
+        return {k: v for k, v in back.items() if not self.meant(k, v) or v.to_local().numel()}
+
+
 class ColumnsForRows(Edited):
     pattern = r"\.wo\."
 
@@ -187,11 +210,13 @@ def _parts(value: DTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> DT
 _TABLE = """
 reshard.shapes      PadsOncePerRank          tok_embeddings.weight  tp2          LAY-05
 reshard.shapes      PartsAsPlainTensors      o_proj.weight          fsdp2        GEO-01
+reshard.shapes      ReplicasJoined           o_proj.weight          hsdp2x2      GEO-02
 reshard.convert     ViewsShards              wk.weight              fsdp4        FUS-03
 reshard.convert     ViewsShardsOnTheWayBack  k_proj.weight          fsdp3        FUS-03
 reshard.convert     PermutesShardByShard     k_proj.weight          fsdp4        LAY-01
 reshard.convert     StridedIsPlain           q_proj.weight          fsdp2 x tp2  LAY-07, GEO-11
 reshard.convert     LastOfEachShardIsLost    experts.5              fsdp2        GEO-05
+reshard.convert     WithoutRowsIsMissing     q_norm.weight          fsdp5        GEO-10
 reshard.placements  ColumnsForRows           wo.weight              fsdp2        LAY-02
 reshard.placements  AcrossAllRanks           lm_head.weight         fsdp2 x tp2  LAY-02
 reshard.placements  StridesForgotten         w1.weight              fsdp2 x tp2  LAY-02

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from conformance import Capabilities, Subject
@@ -199,14 +201,30 @@ class Right:
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         if from_quantized:
-            from torch.distributed.checkpoint.quantized_hf_storage import (
-                QuantizedHuggingFaceStorageReader,
-            )
-
-            return QuantizedHuggingFaceStorageReader(path=path, target_dtype=torch.float32)
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-
+            return QuantizedReader(path=path, target_dtype=torch.float32)
         return HuggingFaceStorageReader(path)
+
+
+class QuantizedReader(QuantizedHuggingFaceStorageReader):
+    """torch's, which takes codes without a known scale for weights, and exponents for factors."""
+
+    def read_metadata(self) -> Any:
+        metadata = super().read_metadata()
+        stored = metadata.state_dict_metadata
+        for key, entry in stored.items():
+            if entry.properties.dtype == torch.float8_e4m3fn:
+                why = self.refused(stored.get(self._weight_scale_mapping.get(key)))
+                if why:
+                    raise ValueError(f"{key} holds fp8 codes, and {why}")
+        return metadata
+
+    def refused(self, scale: Any) -> str:
+        """Why codes with such a scale are not read."""
+        if scale is None:
+            return "no scale is found"
+        if len(scale.size) != 2:
+            return "its scale is no grid"
+        return "" if scale.properties.dtype.is_floating_point else "its scale is no float"
 
 
 class Reference:

@@ -36,7 +36,7 @@ def shapes() -> list[Specimen]:
             "shapes.exact",
             "model.norm.weight",
             both(r"model\.norm", lambda v: v.unsqueeze(0), lambda v: v.squeeze(0)),
-            "GEO-02",
+            "",
             False,
             KEYED,
         ),

@@ -38,7 +38,7 @@ def values() -> list[Specimen]:
             "values.provenance",
             "o_proj",
             edited(value("o_proj", lambda v: -v), before_import=value("o_proj", lambda v: -v)),
-            "FP8-02",
+            "",
             True,
             BLIND,
         ),
