@@ -122,7 +122,13 @@ CONTRACT: tuple[Check, ...] = (
     ),
     Check("files.reexport", 3, "A second export leaves nothing stale.", (), (), ("files.index",)),
     Check("files.reader", 3, "The adapter's own reader reads plain files.", runs=_OUT),
-    Check("files.quantized", 3, "The quantized reader dequantizes or refuses.", runs=_OUT),
+    Check(
+        "files.quantized",
+        3,
+        "The quantized reader dequantizes or refuses.",
+        runs=_OUT,
+        after=("files.reader",),
+    ),
     Check(
         "forward.logits",
         4,
