@@ -253,9 +253,23 @@ def select(
     )
 
 
+def previews(
+    globs: Sequence[str] = (), *, level: int | None = None, version: str = VERSION
+) -> list[str]:
+    """Notes of the checks that `select` holds back because they came with a later version."""
+    later: dict[str, list[str]] = {}
+    for check in CONTRACT:
+        if not globs and check.since > version and (level is None or check.level <= level):
+            later.setdefault(check.since, []).append(check.id)
+    return [
+        f"{len(ids)} preview{'s' if len(ids) > 1 else ''} of {since} did not run: {', '.join(ids)}"
+        for since, ids in sorted(later.items())
+    ]
+
+
 def _known_version(version: str) -> None:
     every = sorted({VERSION, *(check.since for check in CONTRACT)})
-    if not re.fullmatch(r"\d{4}\.\d{2}", version) or version > every[-1]:
+    if not re.fullmatch(r"\d{4}\.\d{2}", version) or not every[0] <= version <= every[-1]:
         raise ConfigError(
             Problem(
                 code="check.unknown-contract",

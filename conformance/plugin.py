@@ -168,7 +168,8 @@ class Runner:
 
     def cell(self) -> Cell:
         """Run the check on this process's bench for the subject."""
-        from conformance.engine import Bench, device_under_test, one_thread
+        from conformance.bench import Bench, one_thread
+        from conformance.engine import device_under_test
         from conformance.subject import place_of
         from conformance.subjects import resolve
         from torchtitan_ckpt.errors import CheckpointError

@@ -32,13 +32,19 @@ def render(report: Report) -> str:
             ("seed", str(report.seed)),
             ("device", report.device_words),
             *report.versions.items(),
-            *(("note", note) for note in report.notes if note.startswith(f"{subject}: ")),
+            *(("note", note) for note in report.notes if _concerns(note, subject, report)),
         ):
             ElementTree.SubElement(properties, "property", name=name, value=_clean(value))
         for cell in cells:
             _case(suite, cell)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _concerns(note: str, subject: str, report: Report) -> bool:
+    """Whether a note is of this subject, or of no subject in particular."""
+    own = [one for one in report.subjects if note.startswith(f"{one}: ")]
+    return subject in own or not own
 
 
 def _case(suite: ElementTree.Element, cell: Cell) -> None:

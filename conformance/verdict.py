@@ -45,6 +45,14 @@ class Finding:
         return replace(self, subject=subject, check=check, again=self.again or again)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A finding of the same root cause as another check's: left out where that check fails."""
+
+    finding: Finding
+    by: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One subject under one check.

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import Capabilities, Subject, check
-from conformance.contract import BY_ID, CONTRACT, LEVELS, RUNS, select
+from conformance import Capabilities, Subject, check, contract
+from conformance import report_html as html
+from conformance import report_junit as junit
+from conformance import report_markdown as markdown
+from conformance.contract import BY_ID, CONTRACT, LEVELS, RUNS, VERSION, select
 from tests.specimens import right
 from tests.specimens.edits import drop, edited, rename
 from tests.specimens.right import Right, State
@@ -58,6 +61,186 @@ def test_unknown_ids_are_errors_with_the_nearest_id() -> None:
         check(right.subject(**BLIND), checks=["valves.*"])
     with pytest.raises(ConfigError, match="one name"):
         check([right.subject(**BLIND), right.subject(**BLIND)], checks=["keys.total"])
+
+
+def test_an_expected_finding_that_could_not_be_looked_for_is_said_to_be_so() -> None:
+    """Neither n/a nor blocked forgets the expectation."""
+    expect = {"resume.names": "issue 8", "values.provenance": "issue 9"}
+
+    class Raises(Right):
+        def to_hf(self, state_dict: State) -> State:
+            raise ZeroDivisionError("by design")
+
+    report = check(right.subject("x", Raises, expect=expect, **BLIND), checks=list(expect))
+    assert [(c.verdict, c.reason) for c in report.cells] == [
+        ("blocked", "by keys.leaves; expected to fail: issue 9, which was not seen"),
+        (
+            "n/a",
+            "the subject supplies no manager; expected to fail: issue 8, which was not seen",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        ({"expect": {"keys.total": ""}}, "expect gives no reason for keys.total"),
+        ({"expect": ["keys.total"]}, "expect is a list, without reasons"),
+        ({"native_only": {"*.moe.bias": " "}}, "native_only gives no reason for *.moe.bias"),
+        ({"hf_only": {"lm_head.weight": None}}, "hf_only gives no reason for lm_head.weight"),
+        ({"lossy": {"norm.weight"}}, "lossy is a set, without reasons"),
+        ({"dtypes": {"lm_head.weight": 32}}, "dtypes gives no dtype for lm_head.weight"),
+        ({"tied": ["head.weight"]}, "tied is a list, without sources"),
+    ],
+)
+def test_a_declaration_says_why(listed: dict[str, Any], words: str) -> None:
+    subject = right.subject("mute", **BLIND)
+    if "expect" not in listed:
+        listed = {"capabilities": Capabilities(**listed)}
+    with pytest.raises(ConfigError) as caught:
+        check(replace(subject, **listed), checks=["keys.total"])
+    (problem,) = caught.value.problems
+    word = next(w for w in ("reason", "dtype", "source") if w in words)
+    assert (problem.code, problem.what) == (f"check.no-{word}", words)
+
+
+def declares(**declared: Any) -> Subject:
+    return right.subject("declares", **BLIND | {"capabilities": Capabilities(**declared)})
+
+
+def test_a_declaration_that_matches_no_key_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(
+            declares(
+                native_only={
+                    "layres.*": "a typo",
+                    "*.moe.biass": "another",
+                    "layers.*": "this one is",
+                },
+                lossy={"norm.weihgt": "a typo"},
+                dtypes={"zzz": "float32"},
+                tied={"head.weight": "toc.weight"},
+            ),
+            checks=["keys.total"],
+        )
+    found = [(p.code, p.what, p.fix) for p in caught.value.problems]
+    unknown = "correct it, or leave it out for this model, which has no such key"
+    assert found == [
+        ("check.dead-declaration", what, fix)
+        for what, fix in (
+            ("native_only: no native key matches 'layres.*'", "did you mean layers.*?"),
+            ("native_only: no native key matches '*.moe.biass'", "did you mean *.moe.bias?"),
+            ("lossy: no native or file key matches 'norm.weihgt'", "did you mean norm.weight?"),
+            ("dtypes: no file key matches 'zzz'", unknown),
+            ("tied: no native key is called 'toc.weight'", "did you mean tok.weight?"),
+        )
+    ]
+    assert caught.value.problems[0].where == "capabilities of subject declares"
+
+
+def test_a_declaration_may_name_what_is_written_and_in_no_list() -> None:
+    """File keys are those of the list and those that to_hf writes, and `hf_only` may name any."""
+    may = declares(
+        lossy={"*.down_proj.weight": "a common scale"},
+        dtypes={"lm_head.weight": "float32"},
+        hf_only={"*.inv_freq": "recomputed"},
+    )
+    assert check(may, checks=["keys.total"]).ok
+    listed = replace(
+        may, capabilities=Capabilities(dtypes={"only.listed": "float32"}), hf=["only.listed"]
+    )
+    assert check(listed, checks=["keys.total"]).ok
+
+
+def test_what_cannot_be_known_is_not_called_dead() -> None:
+    """Of an adapter or a model that raises, the check that tells so is the one to say it."""
+
+    class Raises(Right):
+        def to_hf(self, state_dict: State) -> State:
+            raise ZeroDivisionError("by design")
+
+    lossy = Capabilities(lossy={"nope.*": "?"})
+    subject = right.subject("raises", Raises, **BLIND | {"capabilities": lossy})
+    assert check(subject, checks=["keys.leaves"]).cell("keys.leaves").verdict == "fail"
+    broken = replace(subject, native=Breaks())
+    assert check(broken, checks=["keys.leaves"]).cell("keys.leaves").verdict == "fail"
+
+
+def test_what_is_declared_is_counted_and_printed_with_its_reason() -> None:
+    subject = declares(
+        native_only={"layers.*.moe.bias": "no such <file>"},
+        lossy={"norm.weight": "rounded", "head.weight": "rounded"},
+        hf_only={"*.inv_freq": "recomputed"},
+        dtypes={"lm_head.weight": "float32"},
+    )
+    report = check(subject, checks=["keys.leaves"])
+    assert report.notes == (
+        "declares: native_only: 2 keys (layers.{1,11}.moe.bias): no such <file>",
+        "declares: hf_only: 0 keys (*.inv_freq): recomputed",
+        "declares: lossy: 2 keys (norm.weight, head.weight): rounded",
+        "declares: dtypes: 1 key (lm_head.weight): float32",
+    )
+    assert f"note {report.notes[0]}" in report.text()
+    assert "layers.{1,11}.moe.bias): no such &lt;file&gt;" in html.render(report)
+    assert "layers.{1,11}.moe.bias): no such &lt;file>" in markdown.render(report)
+    assert "layers.{1,11}.moe.bias): no such &lt;file&gt;" in junit.render(report)
+
+
+def test_previews_that_did_not_run_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = tuple(
+        replace(c, since="2027.03") if c.id in ("shapes.native", "values.load") else c
+        for c in CONTRACT
+    )
+    monkeypatch.setattr(contract, "CONTRACT", later)
+
+    def note(**options: Any) -> list[str]:
+        report = check(right.subject(**BLIND), **options)
+        said = [n for n in report.notes if "preview" in n]
+        assert all(n in junit.render(report) for n in said)
+        return said
+
+    assert note(level=1) == ["1 preview of 2027.03 did not run: shapes.native"]
+    assert note(level=1, version="2027.03") == []
+    assert note(checks=["shapes.*"]) == [], "those that are named run"
+
+
+def test_an_older_contract_than_the_first_is_unknown() -> None:
+    with pytest.raises(ConfigError, match=r"no version '2026\.11' of the contract"):
+        select(version="2026.11")
+    assert select(version=VERSION)
+
+
+def test_a_subject_that_cannot_be_used_takes_no_other_subjects_cells_along() -> None:
+    """The first check that meets it fails, those after it are blocked; the rest runs."""
+    bad = replace(right.subject("bad", **BLIND), hf="/nonexistent")
+    asked = ["keys.leaves", "keys.exact", "shapes.exact"]
+    report = check([bad, right.subject("good", **BLIND)], checks=asked)
+    cells = {c.check: c for c in report.cells if c.subject == "bad"}
+    assert [cells[c].verdict for c in asked] == ["pass", "fail", "blocked"]
+    (finding,) = cells["keys.exact"].findings
+    assert (finding.what, finding.coordinate) == (
+        "the HF list of a subject does not exist",
+        "/nonexistent",
+    )
+    assert finding.again.endswith("--check keys.exact")
+    assert cells["shapes.exact"].reason.startswith("by keys.exact: the HF list")
+    assert report.cell("keys.leaves", "good").verdict == "pass"
+    assert report.exit_code == 1
+
+
+def test_usage_errors_come_before_the_first_check() -> None:
+    """Of the last subject too, and of the options; no cell has run by then."""
+    ran: list[str] = []
+    bad = right.subject("bad", **BLIND | {"expect": {"keys.totl": "a typo"}})
+    with pytest.raises(ConfigError, match=r"keys\.total"):
+        check(
+            [right.subject(**BLIND), bad],
+            checks=["keys.leaves"],
+            progress=lambda cell, *_: ran.append(cell),
+        )
+    assert ran == []
+    with pytest.raises(ConfigError, match="not a list of parallel degrees"):
+        check(right.subject(**BLIND), checks=["keys.leaves"], degrees=["many"])
 
 
 def test_what_a_subject_does_not_supply_is_counted_and_said() -> None:

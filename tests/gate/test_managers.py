@@ -135,8 +135,9 @@ def test_a_manager_that_ranks_cannot_import_is_refused_in_words() -> None:
     class Local(CheckpointManager):
         """Has no name that another process could import it by."""
 
-    with pytest.raises(ConfigError, match="top of a module"):
-        check(Subject("local", manager=Local), checks=["resume.newest"])
+    report = check(Subject("local", manager=Local), checks=["resume.newest"])
+    assert report.exit_code == 1
+    assert "make it a class at the top of a module" in report.text()
 
 
 def test_degrees_are_the_subjects_or_those_asked_for() -> None:
