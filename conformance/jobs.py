@@ -26,6 +26,7 @@ from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
 from torchtitan_ckpt.state.model import load_model_state_dict, model_state_dict
 from torchtitan_ckpt.state.optimizer import optimizer_state_dict
 from torchtitan_ckpt.state.optimizer_load import load_optimizer_state_dict
+from torchtitan_ckpt.state.scheduler import load_scheduler_state, scheduler_state_dict
 
 STATES = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 
@@ -207,7 +208,8 @@ class Job:
             inner = optimizer_state_dict(self.optimizers, self.parts)
             flat |= {f"optimizer.{key}": value for key, value in inner.items()}
         if "lr_scheduler" in names:
-            flat["lr_scheduler.last_epoch"] = self.schedulers[0].last_epoch
+            inner = scheduler_state_dict(self.schedulers, self.parts)
+            flat |= {f"lr_scheduler.{key}": value for key, value in inner.items()}
         if "dataloader" in names:
             flat[f"dataloader.dp_rank_{self.dp_rank}"] = {"position": self.position}
             flat["dataloader.world_size"] = self.dp_size
@@ -248,17 +250,10 @@ class Job:
         model = {key: value for key, value in flat.items() if not _is_other(key)}
         if model:
             load_model_state_dict(self.parts, model)
-        inner = {
-            key.removeprefix("optimizer."): value
-            for key, value in flat.items()
-            if key.startswith("optimizer.")
-        }
-        if inner:
+        if inner := _under("optimizer.", flat):
             self.notes += load_optimizer_state_dict(self.optimizers, self.parts, inner)
-        if "lr_scheduler.last_epoch" in flat:
-            for scheduler, optimizer in zip(self.schedulers, self.optimizers, strict=True):
-                scheduler.last_epoch = flat["lr_scheduler.last_epoch"]
-                scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        if inner := _under("lr_scheduler.", flat):
+            load_scheduler_state(self.schedulers, inner, self.parts)
         own = f"dataloader.dp_rank_{self.dp_rank}"
         if own in flat:
             self.position = flat[own]["position"]
@@ -311,6 +306,10 @@ class _Counter:
 
 def _halved(step: int) -> float:
     return 0.5**step
+
+
+def _under(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): v for key, v in flat.items() if key.startswith(prefix)}
 
 
 def _is_other(key: str) -> bool:

@@ -7,7 +7,8 @@ How each part is flattened is the affair of `state`; files are that of `formats`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ from torchtitan_ckpt.errors import Problem
 from torchtitan_ckpt.manifest import Manifest
 from torchtitan_ckpt.state import model as models
 from torchtitan_ckpt.state import rng
+from torchtitan_ckpt.state.change import Change
 from torchtitan_ckpt.state.dataloader import (
     dataloader_state_dict,
     dataloader_template,
@@ -33,7 +35,6 @@ from torchtitan_ckpt.state.dataloader import (
 from torchtitan_ckpt.state.leaves import UNREAD
 from torchtitan_ckpt.state.objects import (
     LAYOUT,
-    load_object_state,
     object_state_dict,
     object_template,
     prepare_object_load,
@@ -153,31 +154,29 @@ class JobState:
 
     def restore(self, names: Sequence[str], flat: Mapping[str, Any]) -> list[str]:
         """Give the named states their values out of `flat`. Returns notes."""
-        return [note for apply in self.prepare(names, flat) for note in apply()]
+        return [note for change in self.prepare(names, flat) for note in change()]
 
     def prepare(
         self, names: Sequence[str], flat: Mapping[str, Any], *, keep: Sequence[str] = ()
-    ) -> list[Callable[[], list[str]]]:
+    ) -> list[Change]:
         """Find everything in `flat` that the named states refuse, and change nothing.
 
-        What it returns is to be called in order: each gives one state its values and returns notes.
-        The caller's objects come first, for they are other people's code and may still refuse.
+        What it returns is to be applied in order. The caller's objects come first, for they are
+        other people's code and may still refuse.
         `keep` names hyperparameters of the optimizer that stay as they are.
         """
         ordered = sorted(names, key=lambda name: name not in self.objects)
         return [self._prepare(name, flat, keep) for name in ordered]
 
-    def _prepare(
-        self, name: str, flat: Mapping[str, Any], keep: Sequence[str]
-    ) -> Callable[[], list[str]]:
+    def _prepare(self, name: str, flat: Mapping[str, Any], keep: Sequence[str]) -> Change:
         if name == MODEL:
             values = {key: v for key, v in flat.items() if self.state_of(key) == MODEL}
-            return lambda: self._give_model(values)
+            return Change(lambda: self._give_model(values))
         values = _under(f"{name}.", flat)
         if name == OPTIMIZER:
             return prepare_optimizer_load(self.optimizers, self.parts, values, keep=keep)
         if name == LR_SCHEDULER:
-            return prepare_scheduler_load(self.lr_schedulers, values)
+            return prepare_scheduler_load(self.lr_schedulers, values, self.parts)
         if name == DATALOADER:
             return prepare_dataloader_load(self.objects[name], values)
         return prepare_object_load(self.objects[name], values)
@@ -196,7 +195,9 @@ class JobState:
         wanted = object_template(self._generators(), manifest, rng.PREFIX)
         return {f"{rng.PREFIX}{key}": value for key, value in wanted.items()}
 
-    def restore_generators(self, flat: Mapping[str, Any], ranks: Ranks) -> list[str]:
+    def restore_generators(
+        self, flat: Mapping[str, Any], ranks: Ranks, undo: ExitStack
+    ) -> list[str]:
         """Let the random number generators of all ranks go on as they were saved, or of none.
 
         Returns the reason for none as a note. The last act of a load: nothing may draw after it.
@@ -209,7 +210,7 @@ class JobState:
         if unfit:
             return [f"random number generators go on as they are: {unfit}"]
         with ranks.together("restoring the random number generators"):
-            return load_object_state(mine, values)
+            return prepare_object_load(mine, values).within(undo)
 
     def _generators(self) -> rng.RngState:
         tensors = self.model_state().values()
@@ -240,7 +241,7 @@ class JobState:
         if name == OPTIMIZER:
             return optimizer_state_dict(self.optimizers, self.parts)
         if name == LR_SCHEDULER:
-            return scheduler_state_dict(self.lr_schedulers)
+            return scheduler_state_dict(self.lr_schedulers, self.parts)
         if name == DATALOADER:
             return dataloader_state_dict(self.objects[name])
         return object_state_dict(self.objects[name])

@@ -45,7 +45,8 @@ def load_dcp(
     """Load the decided states from a DCP checkpoint. Returns notes for the log.
 
     What the training state refuses is found before the model is read, for the model's tensors are
-    filled in place; the training state takes its values last, when nothing is left to be read.
+    filled in place; the training state takes its values last, when nothing is left to be read. If
+    that fails on any rank, everything but the model is as it was on every rank.
     """
     with ranks.together("reading the metadata"):
         manifest = dcp.read_manifest(decision.path)
@@ -90,9 +91,13 @@ def load_dcp(
         # A tensor of the model that is excused keeps its own value.
         kept = {k: native[k] for k in fit.excused & native.keys() if job.state_of(k) == MODEL}
         job.restore((MODEL,), {**values, **kept})
-    with ranks.together("restoring the training state"):
-        notes += [note for apply in prepared for note in apply()]
-    return notes + (job.restore_generators(drawn, ranks) if TRAIN_STATE in others else [])
+    with contextlib.ExitStack() as undo:  # where one rank fails, all of them go back
+        with ranks.together("restoring the training state"):
+            notes += [note for change in prepared for note in change.within(undo)]
+        if TRAIN_STATE in others:
+            notes += job.restore_generators(drawn, ranks, undo)
+        undo.pop_all()
+    return notes
 
 
 def _read_model(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError
 from torchtitan_ckpt.manifest import Manifest
+from torchtitan_ckpt.state.change import Change, remember
 from torchtitan_ckpt.state.leaves import UNREAD, Unread, why_not_storable
 from torchtitan_ckpt.state.theirs import give, state_of
 
@@ -99,13 +100,13 @@ def prepare_dataloader_load(
     dp_rank: int = 0,
     degree: int = 1,
     replica_id: str | None = None,
-) -> Callable[[], list[str]]:
+) -> Change:
     """The refusals of `load_dataloader_state`; what it returns gives the loader its position."""
     if any(isinstance(value, Unread) for value in values.values()):
         raise _mismatch("dataloader.unread", "the data loader's state was planned and never read")
     if not values:
         beginning = "the checkpoint has no state of the data loader: data starts from the beginning"
-        return lambda: [beginning]
+        return Change(lambda: [beginning])
     now = state_of(loader)
     named = _is_named(now)
     size = int(now[WORLD_SIZE]) if named and WORLD_SIZE in now else degree
@@ -130,23 +131,24 @@ def prepare_dataloader_load(
                     "(exclude_from_loading) and accept that data starts from the beginning",
                 )
             )
-        return lambda: _reshard(loader, states, rank, saved, size)
+        return Change(lambda: _reshard(loader, states, rank, saved, size), lambda: remember(loader))
     if rank not in states:
         raise _mismatch("dataloader.missing", f"the checkpoint has no dp_rank_{rank}")
     state = copy.deepcopy(states[rank])
     entry = {f"dp_rank_{rank}": state, WORLD_SIZE: saved} if named else state
-    return lambda: _give(loader, entry)
+    return Change(lambda: _give(loader, entry), lambda: remember(loader))
 
 
 def _give(loader: Any, entry: Any) -> list[str]:
-    give(loader, entry, "dataloader.refused")
+    give(loader, entry, code="dataloader.refused")
     return []
 
 
 def _reshard(
     loader: Reshardable, states: Mapping[int, Any], rank: int, saved: int, size: int
 ) -> list[str]:
-    loader.load_resharded_state(copy.deepcopy(states), rank, size)
+    args = (copy.deepcopy(states), rank, size)
+    give(loader, *args, code="dataloader.refused", method="load_resharded_state")
     return [f"the data loader was resharded from {saved} to {size} ranks"]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtitan_ckpt.errors import MismatchError, Problem, SaveError, list_keys
 from torchtitan_ckpt.manifest import Manifest
+from torchtitan_ckpt.state.change import Change, remember
 from torchtitan_ckpt.state.leaves import (
     UNREAD,
     Unread,
@@ -121,7 +122,7 @@ def prepare_object_load(
     *,
     rank: int | None = None,
     world_size: int | None = None,
-) -> Callable[[], list[str]]:
+) -> Change:
     """The refusals of `load_object_state`; what it returns hands the values over."""
     if _is_rank_local(obj):
         values = _own_part(obj, values, *_place(rank, world_size))
@@ -150,7 +151,7 @@ def prepare_object_load(
     for key in state.keys() & live.keys():
         state[key] = _as_live(live[key], state[key])
     state.update(dict.fromkeys(nulls - state.keys()))
-    return lambda: _give(obj, state, notes)
+    return Change(lambda: _give(obj, state, notes), lambda: remember(obj))
 
 
 def _give(obj: Any, state: dict[Any, Any], notes: list[str]) -> list[str]:

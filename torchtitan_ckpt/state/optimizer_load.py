@@ -25,13 +25,14 @@ there is no `state_dict` of torch's shape to hand them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_ckpt.errors import MismatchError, Problem, list_keys
+from torchtitan_ckpt.state.change import Change
 from torchtitan_ckpt.state.hyperparameters import (
     NULL_BY_DEFAULT,
     excused_flag,
@@ -48,7 +49,7 @@ from torchtitan_ckpt.state.owned import Owned
 from torchtitan_ckpt.state.slots import Fleet, Optimizers, Slot, fleet_of
 from torchtitan_ckpt.state.steps import STEP, Steps
 from torchtitan_ckpt.state.swapped import emptied_problem, required_of
-from torchtitan_ckpt.state.takeover import take_over
+from torchtitan_ckpt.state.takeover import remember, take_over
 from torchtitan_ckpt.state.tensors import local_of
 
 
@@ -74,7 +75,7 @@ def prepare_optimizer_load(
     state: Mapping[str, Any],
     *,
     keep: Sequence[str] = (),
-) -> Callable[[], list[str]]:
+) -> Change:
     """Everything of `load_optimizer_state_dict` that can fail on what was read; changes nothing.
 
     What it returns does the rest.
@@ -112,7 +113,7 @@ def prepare_optimizer_load(
         take_over(fleet, plan.taken)
         return plan.said()
 
-    return apply
+    return Change(apply, lambda: remember(fleet))
 
 
 def _plan_groups(

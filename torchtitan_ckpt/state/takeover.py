@@ -1,9 +1,9 @@
-"""Handing prepared state to optimizers: all of them, or none.
+"""Handing prepared state to optimizers, and the way back.
 
 Everything that can be checked was checked before (`optimizer_load`). What can still fail is other
 people's code - `__setstate__`, post-hooks, a swapper's restore - and then every optimizer goes back
-to what it was. Lists and dicts of the optimizer keep their identity: schedulers and callers hold
-references to its groups.
+to what it was (`remember`, which a `Change` calls). Lists and dicts of the optimizer keep their
+identity: schedulers and callers hold references to its groups.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchtitan_ckpt.errors import CheckpointError, MismatchError, Problem
+from torchtitan_ckpt.state.change import Undo
 from torchtitan_ckpt.state.hyperparameters import values_of
 from torchtitan_ckpt.state.slots import Fleet
 
@@ -40,12 +41,7 @@ class _Before:
 
 
 def take_over(fleet: Fleet, taken: Taken) -> None:
-    """Assign `taken` to every optimizer of `fleet`; on any failure all are as they were."""
-    before = [
-        _Before(dict(o.__dict__), [dict(g) for g in o.param_groups], dict(o.state))
-        for o in fleet.optimizers
-    ]
-    spoken_before = _spoken_states(fleet)
+    """Assign `taken` to every optimizer of `fleet`. Raises `MismatchError` if one refuses."""
     try:
         for optimizer in fleet.optimizers:
             _assign(fleet, optimizer, taken)
@@ -54,13 +50,9 @@ def take_over(fleet: Fleet, taken: Taken) -> None:
         for optimizer in fleet.optimizers:
             for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
                 hook(optimizer)
-    except BaseException as error:
-        for optimizer, was in zip(fleet.optimizers, before, strict=True):
-            _go_back(optimizer, was)
-        for speaker in fleet.speakers:
-            speaker.checkpoint_restore(spoken_before[id(speaker)])
-        if not isinstance(error, Exception) or isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:
         raise MismatchError(
             Problem(
                 code="optimizer.refused",
@@ -69,6 +61,23 @@ def take_over(fleet: Fleet, taken: Taken) -> None:
                 cause="its __setstate__, its post-hook or its checkpoint_restore raised",
             )
         ) from error
+
+
+def remember(fleet: Fleet) -> Undo:
+    """What brings the optimizers of `fleet` back to what they are now."""
+    before = [
+        _Before(dict(o.__dict__), [dict(g) for g in o.param_groups], dict(o.state))
+        for o in fleet.optimizers
+    ]
+    spoken = _spoken_states(fleet)
+
+    def undo() -> None:
+        for optimizer, was in zip(fleet.optimizers, before, strict=True):
+            _go_back(optimizer, was)
+        for speaker in fleet.speakers:
+            speaker.checkpoint_restore(spoken[id(speaker)])
+
+    return undo
 
 
 def _spoken_states(fleet: Fleet) -> dict[int, dict[Tensor, Mapping[str, Any]]]:

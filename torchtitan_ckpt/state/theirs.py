@@ -35,14 +35,14 @@ def state_of(obj: Any) -> dict[Any, Any]:
     return _checked(state, obj, "state_dict", SaveError, "state.no-dict")
 
 
-def give(obj: Any, state: Any, code: str = "state.refused") -> None:
-    """Hand `state` to `obj.load_state_dict`. Raises `MismatchError`."""
+def give(
+    obj: Any, *state: Any, code: str = "state.refused", method: str = "load_state_dict"
+) -> None:
+    """Hand `state` to `obj` by `method`. Raises `MismatchError`."""
     try:
-        obj.load_state_dict(state)
+        getattr(obj, method)(*state)
     except Exception as error:
-        raise _ours(
-            error, MismatchError, code, "refused its state", obj, "load_state_dict"
-        ) from error
+        raise _ours(error, MismatchError, code, "refused its state", obj, method) from error
 
 
 def converted(adapter: Any, method: str, state: dict[str, Any]) -> dict[str, Any]:
