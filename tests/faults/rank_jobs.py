@@ -16,10 +16,23 @@ from tests.faults import lab
 from tests.faults.judge import strays, visible
 from torchtitan_ckpt.collective import Ranks
 from torchtitan_ckpt.errors import CheckpointError
-from torchtitan_ckpt.formats import dcp
+from torchtitan_ckpt.formats import hf
 from torchtitan_ckpt.parallel import ParallelDegrees
 
 PATIENCE = 30  # seconds that the job's collectives wait for a rank
+
+
+class Adapter:
+    """Hugging Face names for the job: a prefix."""
+
+    hf_assets_path = None
+    fqn_to_index_mapping = None
+
+    def to_hf(self, state):
+        return {f"model.{key}": value for key, value in state.items()}
+
+    def from_hf(self, state):
+        return {key.removeprefix("model."): value for key, value in state.items()}
 
 
 def join(store, rank, size):
@@ -37,10 +50,10 @@ def start(size, empty=False):
     return Job.start(small_table(), ParallelDegrees.parse(f"fsdp{size}"), empty=empty)
 
 
-def digest(job):
-    """A hash of this rank's part of everything."""
+def digest(job, *names):
+    """A hash of this rank's part of the named states, of everything without names."""
     total = hashlib.sha256()
-    for key, value in sorted(job.state().items()):
+    for key, value in sorted(job.state(*names).items()):
         if isinstance(value, torch.Tensor):
             local = value.to_local() if hasattr(value, "to_local") else value
             flat = local.detach().contiguous().reshape(-1)
@@ -52,21 +65,25 @@ def digest(job):
 
 
 def record(store, rank, size, until):
-    """Digests of this rank's state by step, from a job that nobody disturbs."""
+    """(digest of the state, of the model) of this rank by step, from a job that nobody disturbs."""
     join(store, rank, size)
     job = start(size)
-    truth = [digest(job)]
+    truth = [(digest(job), digest(job, "model"))]
     for _ in range(until):
         job.train()
-        truth.append(digest(job))
+        truth.append((digest(job), digest(job, "model")))
     return truth
 
 
 def live(store, rank, size, folder, until, **options):
-    """Load and train on, saving every step; a checkpoint error is said, any other is raised."""
+    """Load and train on, saving every step and exporting step `until`.
+
+    Says which full step is certain to be on disk.
+    """
     join(store, rank, size)
     job = start(size)
-    manager = job.manager(folder, interval=1, keep_latest_k=2, **options)
+    fixed = {"sd_adapter": Adapter(), "last_save_in_hf": True, "interval": 1, "keep_latest_k": 2}
+    manager = job.manager(folder, **fixed, **options)
     lab.say(("start",))
     manager.load()
     lab.say(("loaded", job.step, digest(job)))
@@ -78,8 +95,12 @@ def live(store, rank, size, folder, until, **options):
             # The training's own collectives fail when another rank has gone: not our affair.
             lab.say(("training ended", str(error)))
             return
-        manager.save(job.step)
-        lab.say(("saved", job.step - waits))
+        last = job.step == until
+        if last:
+            lab.say(("exporting",))
+        manager.save(job.step, last_step=last)
+        # A save that is asked for while another runs waits for that other one first.
+        lab.say(("saved", job.step - (last or waits)))
     manager.close()
 
 
@@ -97,21 +118,25 @@ def restart(store, rank, size, folder, truth):
     join(store, rank, size)
     output = Path(folder) / "checkpoint"
     seen = visible(output)
-    wrong, full = [], []
+    full = [number for number, name in seen if (output / name / ".metadata").is_file()]
+    wrong = []
     for number, name in seen:
-        heads = {key.partition(".")[0] for key in dcp.read_manifest(str(output / name)).keys}
-        full += [number] if "optimizer" in heads else []
         probe = start(size, empty=True)
-        manager = probe.manager(folder, load_only=True)
-        manager.load(number)
-        manager.close()
-        if name != f"step-{number}" or digest(probe) != truth[number]:
+        if number in full:
+            manager = probe.manager(folder, load_only=True)
+            manager.load(number)
+            manager.close()
+            right = digest(probe) == truth[number][0]
+        else:
+            hf.load(output / name, Adapter().to_hf(probe.state("model")))
+            right = digest(probe, "model") == truth[number][1]
+        if name != f"step-{number}" or not right:
             wrong.append(name)
     dist.barrier()
     job = start(size)
     manager = job.manager(folder, interval=1, keep_latest_k=2)
     manager.load()
-    step, same = job.step, digest(job) == truth[job.step]
+    step, same = job.step, digest(job) == truth[job.step][0]
     job.train()
     manager.save(job.step)
     manager.close()
@@ -121,7 +146,7 @@ def restart(store, rank, size, folder, truth):
         "full": full,
         "wrong": wrong,
         "resumed": step,
-        "same": same and digest(job) == truth[step + 1],
+        "same": same and digest(job) == truth[step + 1][0],
         "left": strays(folder),
         "next": step + 1 in [number for number, _ in visible(output)],
     }
