@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from conformance.checks.optimizer_scenes import KEY, moment_after_load, resume, save_emptied
+from conformance.checks.optimizer_scenes import KEY, moment_after_load, refusal, resume
 from conformance.jobs import STATES
 from conformance.lab import Lab, NotApplicable
 from conformance.managed import Try
@@ -111,32 +111,34 @@ def no_gradient(lab: Lab) -> Iterator[Finding]:
 
 
 def frozen(lab: Lab) -> Iterator[Finding]:
-    """A parameter that was frozen after some steps keeps its moments."""
+    """A parameter that was frozen after some steps keeps its moments.
+
+    One that left its group for that is in no state dict of torch's: the truth, or a refusal.
+    """
     yield from _back(lab, "frozen", "the state of a parameter that is frozen now is lost")
+    words = "the state of a parameter that left its group is"
+    yield from _back_or_refused(lab, "left", f"{words} lost", f"{words} refused without a name")
 
 
 def swapped(lab: Lab) -> Iterator[Finding]:
     """Moments in host memory, which the optimizer tells of (`CheckpointableState`).
 
-    The truth is torch's AdamW, whose moments are never moved.
+    The truth is torch's AdamW, whose moments are never moved; and, for a group that has counted
+    steps and waits for its first gradient, the same optimizer without the moves.
     """
     yield from _back(lab, "swapped", "moments that were swapped out do not come back")
+    yield from _back(lab, "waiting", "a group that waits for a gradient does not come back")
 
 
 def emptied(lab: Lab) -> Iterator[Finding]:
     """Emptied storage that nobody explains: the truth, or a refusal that names the parameter."""
-    words = "an optimizer state with emptied storage was saved as if it held values"
-    outcome = lab.managers.run(save_emptied, 1, lab.managers.folder())[0]
-    if outcome is None:
-        yield from _back(lab, "emptied", words)
-    elif ".weight" not in outcome:
-        yield Finding(
-            what="an optimizer state with emptied storage is refused without a name",
-            keys=(KEY,),
-            expected="a refusal that names the parameter",
-            actual=outcome,
-            remedy="look at the storage's size before anything is written",
-        )
+    words = "an optimizer state with emptied storage"
+    yield from _back_or_refused(
+        lab,
+        "emptied",
+        f"{words} was saved as if it held values",
+        f"{words} is refused without a name",
+    )
 
 
 def _without(flat: dict[str, Any], end: str) -> dict[str, Any]:
@@ -147,6 +149,20 @@ def _without(flat: dict[str, Any], end: str) -> dict[str, Any]:
 
 def _back(lab: Lab, scene: str, what: str) -> Iterator[Finding]:
     yield from lab.managers.findings(resume, 1, lab.managers.folder(), scene, what)
+
+
+def _back_or_refused(lab: Lab, scene: str, what: str, unnamed: str) -> Iterator[Finding]:
+    outcome = lab.managers.run(refusal, 1, lab.managers.folder(), scene)[0]
+    if outcome is None:
+        yield from _back(lab, scene, what)
+    elif ".weight" not in outcome:
+        yield Finding(
+            what=unnamed,
+            keys=(KEY,),
+            expected="a refusal that names the parameter",
+            actual=outcome,
+            remedy="look at each state, its storage and its group before anything is written",
+        )
 
 
 def _rewrite(step: str, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:

@@ -109,8 +109,21 @@ def _without_gradient(job: Job) -> None:
     job.optimizers[0].register_step_pre_hook(drop)
 
 
+def _apart(part: nn.Module) -> list[dict[str, Any]]:
+    """One parameter in a group of its own, which waits for its first gradient."""
+    named = dict(part.named_parameters())
+    waiting = named.pop(KEY)
+    return [{"params": list(named.values())}, {"params": [waiting]}]
+
+
 def _freeze(job: Job) -> None:
     _parameter(job).requires_grad_(False)
+
+
+def _leave(job: Job) -> None:
+    """Frozen in another way: its state stays with an optimizer that has it in no group."""
+    for group in job.optimizers[0].param_groups:
+        group["params"] = [p for p in group["params"] if p is not _parameter(job)]
 
 
 def _parameter(job: Job) -> nn.Parameter:
@@ -128,6 +141,12 @@ SCENES: Mapping[str, Scene] = {
     "tied": Scene(make=_adamw, table=_tied, turned=True),
     "frozen": Scene(make=_adamw, saving=_freeze, loading=_freeze),
     "swapped": Scene(make=lambda part: speak(SwapAdamW(part.parameters(), **_RATES)), plain=_adamw),
+    "waiting": Scene(
+        make=lambda part: speak(SwapAdamW(_apart(part), **_RATES)),
+        plain=lambda part: MappedAdamW(_apart(part), **_RATES),
+        training=_without_gradient,
+    ),
+    "left": Scene(make=_adamw, saving=_leave, loading=_leave),
     "emptied": Scene(make=_silent, plain=_adamw),
 }
 
@@ -198,14 +217,14 @@ def _told(job: Job) -> dict[str, Any]:
             told = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             if not group["params"]:
                 out |= {f"param_groups.{number}.{key}": value for key, value in told.items()}
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                out[name] = parameter
-                state = optimizer.state.get(parameter, {})
-                if isinstance(optimizer, SwapAdamW):
-                    state = optimizer.host.get(parameter, {})
-                out |= {f"state.{name}.{key}": value for key, value in state.items()}
+            for name in (names[id(parameter)] for parameter in group["params"]):
                 out |= {f"param_groups.{name}.{key}": value for key, value in told.items()}
+        for name in names.values():  # also of what has left its group
+            out[name] = parameter = part.get_parameter(name)
+            held: Mapping[Any, Any] = optimizer.state
+            if isinstance(optimizer, SwapAdamW):
+                held = optimizer.host
+            out |= {f"state.{name}.{key}": v for key, v in held.get(parameter, {}).items()}
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else value
         for key, value in out.items()
@@ -247,10 +266,9 @@ def _same(one: Any, two: Any) -> bool:
     return alike and torch.equal(one.cpu(), two.cpu())
 
 
-def save_emptied(manager: Any, folder: str) -> str | None:
-    """The words of a refusal; None without one."""
-    job = _job(_silent, tiny_table())
-    job.train(2)
+def refusal(manager: Any, folder: str, name: str) -> str | None:
+    """The words with which a save is refused; None if it is not."""
+    job = _trained(SCENES[name], SCENES[name].make)
     try:
         with opened(manager, job, folder, interval=1) as found:
             found.save(2)

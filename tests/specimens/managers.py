@@ -87,8 +87,10 @@ optimizer.older-file    NewHyperparameterMissing       decoupled_weight_decay  O
 optimizer.older-file    MissingMomentWithoutAName      exp_avg                 OPT-03
 optimizer.no-gradient   StateForEveryParameter         layers.11.attention.wo  OPT-10
 optimizer.frozen        FrozenIsForgotten              layers.11.attention.wo  OPT-02
+optimizer.frozen        LeftStateForgotten             layers.11.attention.wo  OPT-02
 optimizer.swapped       HostMemoryForgotten            exp_avg                 OPT-05
 optimizer.swapped       PlaceholdersOverMoments        exp_avg                 OPT-05
+optimizer.swapped       WaitingCountForgotten          layers.11.attention.wo.weight.step  OPT-17
 optimizer.emptied       EmptiedIsZeros                 exp_avg                 OPT-05
 """
 # What others see too.

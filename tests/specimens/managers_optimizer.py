@@ -140,6 +140,32 @@ class PlaceholdersOverMoments(Edited):
         return self.inner.save(step, last_step)
 
 
+class WaitingCountForgotten(Edited):
+    """Each group counts anew of which no parameter has any state."""
+
+    def loaded(self) -> None:
+        for optimizer in self.job["optimizers"]:
+            if hasattr(optimizer, "checkpointable"):
+                for group in optimizer.param_groups:
+                    if not any(p in optimizer.host for p in group["params"]):
+                        group["step"] = 0
+
+
+class LeftStateForgotten(Edited):
+    """What has left its group is no longer looked at, and its state is not in the file."""
+
+    def save(self, step: int, last_step: bool = False) -> Any:
+        left = {}
+        for optimizer in self.job["optimizers"]:
+            grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            gone = [p for p in optimizer.state if isinstance(p, torch.Tensor)]
+            left[optimizer] = {p: optimizer.state.pop(p) for p in gone if id(p) not in grouped}
+        saved = self.inner.save(step, last_step)
+        for optimizer, states in left.items():
+            optimizer.state.update(states)
+        return saved
+
+
 class EmptiedIsZeros(Edited):
     """Storage that was emptied is made again for the save, and holds nothing."""
 
