@@ -174,23 +174,20 @@ class Bench:
     def _findings(self, clause: Check) -> tuple[tuple[Finding, ...], str]:
         """What is this check's to tell, and a check that tells the rest, where there is some."""
         module, function = clause.target
-        findings, teller = [], ""
+        own, teller = [], ""
         try:
             for found in getattr(importlib.import_module(module), function)(self.lab):
-                if isinstance(found, Told):
-                    if self._tells(found.by, clause):
-                        teller = found.by
-                        continue
-                    found = found.finding
-                again = self._again(clause, found.example)
-                findings.append(
-                    found.placed(subject=self.subject.name, check=clause.id, again=again)
-                )
+                if isinstance(found, Told) and self._tells(found.by, clause):
+                    teller = found.by
+                    continue
+                one = found.finding if isinstance(found, Told) else found
+                again = self._again(clause, one.example)
+                own.append(one.placed(subject=self.subject.name, check=clause.id, again=again))
         except NotApplicable:
             # What was found before an input was missing is found all the same.
-            if not findings:
+            if not own:
                 raise
-        return tuple(findings), teller
+        return tuple(own), teller
 
     def _raised(self, clause: Check, error: AdapterRaised) -> Finding:
         return Finding(

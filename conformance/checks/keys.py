@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from conformance import codec
 from conformance.checks._words import by_template, by_words, count
 from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
+from conformance.checks.keys_listed import dropped, exact, index
 from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
-from conformance.lab import AdapterRaised, Lab, NotApplicable
+from conformance.lab import AdapterRaised, Lab
 from conformance.subject import template_of
-from conformance.verdict import Finding
+from conformance.verdict import Finding, Told
 from torchtitan_ckpt.errors import group_keys, nearest
 
 __all__ = [
@@ -32,8 +29,6 @@ __all__ = [
     "total",
     "unknown_refused",
 ]
-
-_HEAD = "lm_head.weight"
 
 
 def leaves(lab: Lab) -> Iterator[Finding]:
@@ -57,23 +52,16 @@ def leaves(lab: Lab) -> Iterator[Finding]:
             )
 
 
-def total(lab: Lab) -> Iterator[Finding]:
+def total(lab: Lab) -> Iterator[Finding | Told]:
     """Every native element leaves, and leaves once."""
     export, may = lab.export, lab.may
     targets = export.targets()
-    lost = [
-        k
-        for k in lab.native
-        if k not in targets
-        and not lab.native_only(k)
-        and not (lab.alias(k) and targets.get(lab.alias(k) or ""))
-    ]
+    lost = dropped(lab)
     if lost and export.leaves and not targets:
         yield _untraced(lab)
         return
-    # A value that is no tensor has no source; it is told by `keys.leaves`.
-    if lost and len(lost) > len(export.odd):
-        yield Finding(
+    if lost:
+        finding = Finding(
             what=f"to_hf dropped {len(lost)} of {count(len(lab.native), 'native tensor')}",
             keys=tuple(lost),
             expected="every native tensor in some tensor of the files",
@@ -81,6 +69,8 @@ def total(lab: Lab) -> Iterator[Finding]:
             cause=_why_lost(lab, lost[0], targets),
             remedy="update the rule, or declare the loss with a reason (native_only)",
         )
+        # A value that is no tensor has no source.
+        yield Told(finding, by="keys.leaves") if len(lost) <= len(export.odd) else finding
     for key, sources in export.sources.items():
         if not sources and not lab.hf_only(key):
             yield Finding(
@@ -187,37 +177,6 @@ def _untraced(lab: Lab) -> Finding:
     )
 
 
-def exact(lab: Lab) -> Iterator[Finding]:
-    """The keys written are exactly those of an independent list."""
-    wanted, written = lab.hf.leaves, lab.export.leaves
-    lost = lab.native.keys() - lab.export.used()
-    missing = [k for k in wanted if k not in written and not lab.hf_only(k)]
-    extra = [k for k in written if k not in wanted and not lab.hf_only(k)]
-    # A key that is missing because its native tensor was dropped is `keys.total`'s finding.
-    if missing and not (lost and not extra):
-        near = nearest(missing[0], extra)
-        yield Finding(
-            what=f"to_hf does not write {len(missing)} of {count(len(wanted), 'key')} of the files",
-            keys=tuple(missing),
-            expected=f"the keys of {lab.hf.source}",
-            actual="not written",
-            cause=f"written as {near} (renamed?)" if near else "no rule writes it",
-            remedy="correct the name, or declare the key (hf_only)",
-            oracle=lab.hf.source,
-        )
-    if extra:
-        near = nearest(extra[0], missing)
-        yield Finding(
-            what=f"to_hf writes {count(len(extra), 'key')} that the files do not have",
-            keys=tuple(extra),
-            expected=f"the keys of {lab.hf.source}, and no other",
-            actual="written",
-            cause=f"the files say {near}" if near else "a copy, an alias or a wrong name",
-            remedy="correct the name",
-            oracle=lab.hf.source,
-        )
-
-
 def import_(lab: Lab) -> Iterator[Finding]:
     """`from_hf` returns the model's keys and uses every key it is given."""
     try:
@@ -239,11 +198,10 @@ def import_(lab: Lab) -> Iterator[Finding]:
     missing = [
         k
         for k in lab.native
-        if k in exported
+        if (k in exported or lab.alias(k) in exported)
         and k not in back.leaves
         and k not in back.odd
         and not lab.native_only(k)
-        and not lab.alias(k)
     ]
     extra = [k for k in back.leaves if k not in lab.native]
     unused = [
@@ -262,6 +220,8 @@ def import_(lab: Lab) -> Iterator[Finding]:
             actual="not returned",
             cause=f"returned as {near} (renamed?)"
             if near
+            else "the alias is not filled from what it is tied to"
+            if all(map(lab.alias, missing))
             else "the file's key is skipped without a word",
             remedy="return it, or raise",
         )
@@ -293,61 +253,3 @@ def _works_after_export(lab: Lab) -> bool:
         return isinstance(lab.call("from_hf", dict(out), adapter), Mapping)
     except AdapterRaised:
         return False
-
-
-def index(lab: Lab) -> Iterator[Finding]:
-    """`fqn_to_index_mapping` lists exactly the keys that are written."""
-    if not lab.takes_assets:
-        raise NotApplicable("the subject's adapter factory takes no hf_assets_path")
-    written = list(lab.export.leaves)
-    listed = list(dict.fromkeys([*written, *lab.listed, *_tied_head(lab)]))
-    files = {key: number % 3 + 1 for number, key in enumerate(listed)}
-    with tempfile.TemporaryDirectory() as folder:
-        content = {
-            "metadata": {"total_size": 0},
-            "weight_map": {k: codec.file_name(n, 3) for k, n in files.items()},
-        }
-        Path(folder, codec.INDEX).write_text(json.dumps(content))
-        adapter = lab.adapter(folder)
-        lab.convert("to_hf", lab.blank("to_hf"), adapter)
-    mapping = getattr(adapter, "fqn_to_index_mapping", None)
-    if not mapping:
-        yield Finding(
-            what="the adapter was given an index and has no fqn_to_index_mapping",
-            keys=tuple(written[:1]),
-            expected=f"{count(len(written), 'key')} with their file's number",
-            actual=repr(mapping),
-            cause="hf_assets_path is not read",
-            remedy="read model.safetensors.index.json of hf_assets_path",
-        )
-        return
-    stale = [k for k in mapping if k not in lab.export.leaves]
-    absent = [k for k in written if k not in mapping]
-    moved = [k for k in written if k in mapping and mapping[k] != files[k]]
-    for what, keys, cause in (
-        (
-            "lists {} that to_hf does not write",
-            stale,
-            "the writer makes a file that nothing can open for a key that never comes",
-        ),
-        ("lacks {} that to_hf writes", absent, "the index is cut down by another list"),
-        (
-            "puts {} into another file than the index it was given",
-            moved,
-            "files are counted anew, or numbers are cut out of names by position",
-        ),
-    ):
-        if keys:
-            yield Finding(
-                what="fqn_to_index_mapping " + what.format(count(len(keys), "key")),
-                keys=tuple(keys),
-                expected=f"{count(len(written), 'key')}, each with its file of the index",
-                actual=f"{keys[0]}: {mapping.get(keys[0], 'absent')}",
-                cause=cause,
-                remedy="keep the map equal to what is written, in to_hf",
-            )
-
-
-def _tied_head(lab: Lab) -> list[str]:
-    """What published indexes list of a tied model besides, where no list of the files says."""
-    return [_HEAD] if lab.may.tied and lab.subject.hf is None else []

@@ -99,12 +99,18 @@ def high_numbers(lab: Lab) -> Iterator[Finding]:
             yield from _order(rows_, "expert")
     except NotApplicable:
         lab.notes.append("expert order was not checked: the model is too large for values")
-    yield from _beyond(lab, layers)
-    if layers <= 9 and experts <= 10 and not _probe_layer(lab, layers):
+    high = _probe_layer(lab, layers)
+    if high:
+        yield from _beyond(lab, high)
+    shallow = layers <= 9 and not high
+    if shallow and experts <= 10:
         raise NotApplicable(
             f"the model has {layers + 1} layers and at most {experts} experts; "
             "more than 10 of either are needed to show numbers sorted as text"
         )
+    if shallow or 0 < experts <= 10:
+        few = count(layers + 1, "layer") if shallow else f"at most {count(experts, 'expert')}"
+        lab.notes.append(f"{few}: their numbers sorted as text would not show")
 
 
 def _order(rows: list[Row], noun: str) -> Iterator[Finding]:
@@ -206,11 +212,8 @@ def _renumber(key: str, number: int) -> str:
     return template_of(key).format(number, *numbers[1:])
 
 
-def _beyond(lab: Lab, layers: int) -> Iterator[Finding]:
+def _beyond(lab: Lab, high: str) -> Iterator[Finding]:
     """Adapters that do not know their layer count are asked about a two-digit layer."""
-    high = _probe_layer(lab, layers)
-    if not high:
-        return
     key = next(k for k in lab.native if numbers_of(k) and lab.export.targets().get(k))
     wanted = {
         (template_of(t), numbers_of(t)[0] + numbers_of(high)[0] - numbers_of(key)[0])

@@ -11,6 +11,7 @@ from conformance.fingerprint import bits
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.subject import matches, numbers_of, template_of
 from conformance.template import Leaf
+from conformance.trace import Trace
 from conformance.verdict import Finding
 from torchtitan_ckpt.manifest import is_floating
 
@@ -25,10 +26,12 @@ def unknown_refused(lab: Lab) -> Iterator[Finding]:
 
 def lora_refused(lab: Lab) -> Iterator[Finding]:
     """LoRA and PEFT keys raise; a checkpoint without them is not the one that was asked for."""
+    asked = False
     for direction, leaves in _sides(lab):
         linear = [k for k in leaves if k.endswith(".weight") and len(leaves[k].shape) == 2]
         if not linear:
             continue
+        asked = True
         stem = next(filter(numbers_of, linear), linear[0]).removesuffix(".weight")
         names = (
             [f"{stem}.lora_A.weight", f"{stem}.lora_b.weight"]
@@ -36,6 +39,8 @@ def lora_refused(lab: Lab) -> Iterator[Finding]:
             else [f"base_model.model.{stem}.lora_A.weight", f"{stem}.lora_B.default.weight"]
         )
         yield from _probe(lab, direction, names)
+    if not asked:
+        raise NotApplicable("no key ends in .weight and has two dimensions")
 
 
 def _sides(lab: Lab) -> tuple[tuple[Direction, Mapping[str, Leaf]], ...]:
@@ -126,6 +131,17 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
                 cause="a rule matches more than it should",
                 remedy="skip exactly the declared keys",
             )
+        other = [k for k, sources in lab.imported.sources.items() if back.sources.get(k) != sources]
+        if other:
+            taken = [k for k in other if key in back.sources.get(k, ())]
+            yield Finding(
+                what="from_hf returns another model when a declared key is there",
+                keys=(key, *other),
+                expected=_reason(lab, key),
+                actual=f"{other[0]} {'made from it' if taken else 'left out or made otherwise'}",
+                cause="a rule matches more than it should",
+                remedy="skip exactly the declared keys",
+            )
 
 
 def _extras(lab: Lab) -> dict[str, Leaf]:
@@ -189,11 +205,7 @@ def also_reads(lab: Lab) -> Iterator[Finding]:
             state = {names.get(k, k): leaf for k, leaf in leaves.items()}
             try:
                 out = lab.trace(direction, state)  # type: ignore[arg-type]
-                problem = (
-                    ""
-                    if out.leaves.keys() == known.leaves.keys()
-                    else (f"{len(out.leaves)} keys instead of {len(known.leaves)}")
-                )
+                problem = _otherwise(known, out, {old: key for key, old in names.items()})
             except AdapterRaised as error:
                 problem = str(error)
             if problem:
@@ -205,3 +217,16 @@ def also_reads(lab: Lab) -> Iterator[Finding]:
                     cause="only one of the spellings has a rule",
                     remedy="accept both spellings, write one",
                 )
+
+
+def _otherwise(known: Trace, out: Trace, canonical: Mapping[str, str]) -> str:
+    """How a conversion of other spellings differs from that of the canonical ones."""
+    if out.leaves.keys() != known.leaves.keys():
+        return f"{len(out.leaves)} keys instead of {len(known.leaves)}"
+    for key, leaf in out.leaves.items():
+        if leaf != known.leaves[key]:
+            return f"{key} of shape {leaf.shape} and {leaf.dtype}"
+        sources = {canonical.get(s, s) for s in out.sources[key]}
+        if sources != known.sources[key]:
+            return f"{key} made from {', '.join(sorted(sources)) or 'nothing'}"
+    return ""

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from conformance.checks._words import by_words, count
 from conformance.lab import Lab, NotApplicable
 from conformance.template import Leaf
 from conformance.verdict import Finding
 
-# Several values a byte: their shapes are those of the codes.
 _PACKED = ("uint8", "int8", "float4")
 
 
 def exact(lab: Lab) -> Iterator[Finding]:
-    """Shapes written are those of an independent list."""
+    """Shapes written are those of an independent list, and of the reference where it has none."""
+    written = lab.export.leaves
+    # Several values a byte, where no others are written: the shapes are those of the codes.
     wanted = {
         k: leaf
         for k, leaf in lab.hf.leaves.items()
-        if leaf is not None and not leaf.dtype.startswith(_PACKED)
+        if leaf is not None
+        and not (leaf.dtype.startswith(_PACKED) and k in written and written[k].dtype != leaf.dtype)
     }
-    if not wanted:
+    others = _of_reference(lab, [k for k in lab.hf.leaves if k not in wanted])
+    if not (wanted or others):
         raise NotApplicable(f"{lab.hf.source} gives keys without shapes")
-    yield from _compare("to_hf writes", wanted, lab.export.leaves, lab.hf.source)
+    yield from _compare("to_hf writes", wanted, written, lab.hf.source)
+    if others:
+        yield from _compare("to_hf writes", others, written, f"reference {lab.reference.name}")
+
+
+def _of_reference(lab: Lab, keys: Collection[str]) -> dict[str, Leaf]:
+    """What the reference writes under these keys; nothing where there is no reference."""
+    if not keys:
+        return {}
+    try:
+        theirs = lab.trace("to_hf", lab.native, lab.ask).leaves
+    except NotApplicable:
+        return {}
+    return {k: theirs[k] for k in keys if k in theirs}
 
 
 def native(lab: Lab) -> Iterator[Finding]:
-    """`from_hf` returns the model's shapes."""
-    wanted = {k: leaf for k, leaf in lab.native.items() if not lab.native_only(k)}
-    yield from _compare("from_hf returns", wanted, lab.imported.leaves, "the model")
+    """`from_hf` returns the model's shapes, also of what no file holds."""
+    yield from _compare("from_hf returns", lab.native, lab.imported.leaves, "the model")
 
 
 def _compare(

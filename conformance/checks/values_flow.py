@@ -11,10 +11,10 @@ import torch
 from conformance.checks._words import by_words, count
 from conformance.fingerprint import State, same_bits
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
-from conformance.verdict import Finding
+from conformance.verdict import Finding, Told
 
 
-def tied(lab: Lab) -> Iterator[Finding]:
+def tied(lab: Lab) -> Iterator[Finding | Told]:
     """A declared pair comes back equal; other equal-shaped pairs are not copied over each other."""
     pairs = {a: s for a, s in lab.may.tied.items() if a in lab.native and s in lab.native}
     if not pairs:
@@ -36,7 +36,7 @@ def tied(lab: Lab) -> Iterator[Finding]:
             )
             continue
         if alias not in back or source not in back or not same_bits(back[alias], back[source]):
-            yield Finding(
+            finding = Finding(
                 what="a tied parameter is not filled when files hold it once",
                 keys=(alias, source),
                 expected=f"{alias} equal to {source}",
@@ -44,6 +44,8 @@ def tied(lab: Lab) -> Iterator[Finding]:
                 cause="the model keeps the alias at its initial value",
                 remedy="fill the alias from its source",
             )
+            never = alias not in lab.imported.leaves
+            yield Told(finding, by="keys.import") if never else finding
 
 
 def load(lab: Lab) -> Iterator[Finding]:

@@ -177,6 +177,14 @@ def test_declared_habits_of_right_adapters_pass(adapter: Any, capabilities: Capa
     clean(right.subject("habit", adapter, capabilities=capabilities, **BLIND))
 
 
+@pytest.mark.parametrize("shapes", [True, False], ids=["shapes", "keys-only"])
+@pytest.mark.parametrize("adapter", [TiedRight, BothHeads])
+def test_a_file_may_hold_the_duplicate_of_a_tied_pair(adapter: Any, shapes: bool) -> None:
+    files = right.files()
+    may = Capabilities(tied=TIES, partial=False)
+    clean(right.subject("both", adapter, listed=files if shapes else list(files), capabilities=may))
+
+
 def test_the_same_habits_fail_when_they_are_not_declared() -> None:
     for adapter, check_id in (
         (Empties, "purity.input-unchanged"),

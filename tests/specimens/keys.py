@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from conformance import Capabilities
 from tests.specimens import right
 from tests.specimens.edits import (
     add,
@@ -17,6 +18,8 @@ from tests.specimens.edits import (
 )
 from tests.specimens.right import EXPERTS, Right, State
 from tests.specimens.specimen import BLIND, HEAD, KEYED, TIED, Specimen, TiedRight
+
+FORGOTTEN = "model.extra.weight"
 
 
 class TiedWritesBoth(TiedRight):
@@ -256,6 +259,28 @@ def exact() -> list[Specimen]:
             "TIE-05",
             False,
             {**TIED, "listed": {k: v for k, v in right.files().items() if k != "lm_head.weight"}},
+        ),
+        Specimen(
+            "forgotten-by-a-tied-adapter",
+            "keys.exact",
+            FORGOTTEN,
+            TiedRight,
+            "",
+            True,
+            {**TIED, "listed": right.files() | {FORGOTTEN: ((3, 5), "bfloat16")}},
+        ),
+        Specimen(
+            "forgotten-beside-a-native-only-key",
+            "keys.exact",
+            FORGOTTEN,
+            edited(before_export=drop(r"moe\.bias$")),
+            "",
+            True,
+            {
+                "referenced": False,
+                "listed": [*(k for k in right.files() if "correction" not in k), FORGOTTEN],
+                "capabilities": Capabilities(native_only={"*.moe.bias": "files have none"}),
+            },
         ),
     ]
 

@@ -145,6 +145,11 @@ def index() -> list[Specimen]:
             super().__init__(hf_assets_path)
             self.listed = {k: v - 1 for k, v in self.listed.items()}
 
+    class AsText(Right):
+        def __init__(self, hf_assets_path: str | None = None) -> None:
+            super().__init__(hf_assets_path)
+            self.listed = {k: f"{v:05}" for k, v in self.listed.items()}  # type: ignore[misc]
+
     class Shorter(Right):
         def __init__(self, hf_assets_path: str | None = None) -> None:
             super().__init__(hf_assets_path)
@@ -159,6 +164,7 @@ def index() -> list[Specimen]:
         Specimen("stale-index", "keys.index", "mtp.0.head.weight", Stale, "TIE-03", True, BLIND),
         Specimen("index-ignored", "keys.index", "model.", Ignores, "HFS-05", False, BLIND),
         Specimen("files-from-zero", "keys.index", "model.", FromZero, "HFS-04", False, BLIND),
+        Specimen("files-as-text", "keys.index", "00001", AsText, "HFS-04", False, BLIND),
         Specimen("index-lacks-head", "keys.index", HEAD, Shorter, "HFS-03", False, BLIND),
         Specimen("all-in-one-file", "keys.index", "model.", AllInOne, "HFS-04", False, BLIND),
     ]

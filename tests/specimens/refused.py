@@ -12,6 +12,8 @@ from tests.specimens.edits import drop, edited, looked_at
 from tests.specimens.right import EXPERTS, Right, State
 from tests.specimens.specimen import BLIND, Specimen
 
+COPY = "model.layers.12.embed_tokens.weight"
+
 
 def accepted() -> list[Specimen]:
     extras = {
@@ -26,6 +28,10 @@ def accepted() -> list[Specimen]:
     def keep(state: State) -> State:
         extra = {k: v for k, v in state.items() if "inv_freq" in k}
         return {**state, **extra}
+
+    def misread(state: State) -> State:
+        kept = {k: v for k, v in state.items() if k != "output.weight"}
+        return {**kept, "head.weight": state["tok.weight"]} if len(kept) < len(state) else state
 
     class Keeps(Right):
         def from_hf(self, hf_state_dict: State) -> State:
@@ -43,6 +49,14 @@ def accepted() -> list[Specimen]:
         **BLIND,
         "capabilities": Capabilities(hf_only={"model.layers.12.*": "predicts further tokens"}),
     }
+
+    class FromCopy(Right):
+        """Takes the embedding from the copy that a further layer keeps, where files hold one."""
+
+        def from_hf(self, hf_state_dict: State) -> State:
+            copy = {k: v for k, v in hf_state_dict.items() if k == COPY}
+            out = super().from_hf({k: v for k, v in hf_state_dict.items() if k != COPY})
+            return {**out, "tok.weight": copy[COPY]} if copy else out
 
     class Forgets(Right):
         def to_hf(self, state_dict: State) -> State:
@@ -86,6 +100,24 @@ def accepted() -> list[Specimen]:
             Forgets,
             "NAM-04",
             False,
+            older,
+        ),
+        Specimen(
+            "published-extra-taken-for-the-embedding",
+            "keys.hf-only",
+            "tok.weight",
+            FromCopy,
+            "",
+            True,
+            {**BLIND, "capabilities": Capabilities(hf_only={COPY: "a copy"})},
+        ),
+        Specimen(
+            "old-spelling-of-another",
+            "keys.also-reads",
+            "output.weight",
+            edited(before_export=misread),
+            "",
+            True,
             older,
         ),
     ]

@@ -54,6 +54,11 @@ class BiasOfZeros(BiasOfOnes):
     fill = 0.0
 
 
+class BiasOfOneElement(BiasOfOnes):
+    def from_hf(self, hf_state_dict: State) -> State:
+        return value("moe.bias", lambda v: v[:1])(super().from_hf(hf_state_dict))
+
+
 class HeadThroughBf16(Right):
     """Both names of a tied pair are read, the second one rounded."""
 
@@ -115,6 +120,14 @@ def unseen() -> list[Specimen]:
             norm_with_axis,
             "STR-02",
             BLIND | {"capabilities": rounded},
+        ),
+        (
+            "native-only-of-one-element",
+            "shapes.native",
+            "moe.bias",
+            BiasOfOneElement,
+            "STR-02",
+            BLIND | {"capabilities": filled["capabilities"]},
         ),
         ("copy-of-the-head", "values.pinned-export", COPY, _copies(HEAD), "TIE-01", copied),
         ("bias-of-ones", "values.pinned-import", "moe.bias", BiasOfOnes, "", filled),

@@ -160,7 +160,7 @@ def tied() -> list[Specimen]:
 
     return [
         Specimen(
-            "tied-head-not-filled", "values.tied", "head.weight", NotFilled, "TIE-04", True, TIED
+            "tied-head-not-filled", "keys.import", "head.weight", NotFilled, "TIE-04", True, TIED
         ),
         Specimen(
             "tied-head-asked-from-file",
