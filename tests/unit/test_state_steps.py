@@ -168,6 +168,21 @@ def test_an_optimizer_that_counts_in_both_places_gets_both() -> None:
     assert optimizer_bits(target) == optimizer_bits(optimizer)
 
 
+@pytest.mark.parametrize("after", KINDS)
+@pytest.mark.parametrize("before", KINDS)
+def test_a_load_that_fails_leaves_every_count(before: str, after: str) -> None:
+    """Also that of the group that waits, which no state tells."""
+    source, saved = stepped(before)
+    net, optimizer = stepped(after, 1)
+    twin, going = stepped(after, 1)
+    optimizer.register_load_state_dict_post_hook(lambda _: 1 / 0)
+    with pytest.raises(MismatchError, match="as they were"):
+        load_optimizer_state_dict(optimizer, net, optimizer_state_dict(saved, source))
+    counts = [[group.get("step") for group in o.param_groups] for o in (optimizer, going)]
+    assert counts[0] == counts[1]
+    assert go_on(net, optimizer, waiting=True) == go_on(twin, going, waiting=True)
+
+
 def test_each_parameter_has_a_count_of_its_own() -> None:
     """Counts are added to in place."""
     net, optimizer = stepped("mapped")
