@@ -1,54 +1,68 @@
 // Device memory, pinned host memory, copies.
 //
-// All device memory of a process is one memfd that is mapped twice. torch sees the first mapping,
-// which has no access rights: a host that dereferences a device pointer faults, as on hardware. The
-// simulator reads and writes through the second. Fresh memory is filled with 0xFF (floats read as
-// NaN, integers as -1), freed memory goes back to the system, and the size is a hard limit.
+// All of it is one memfd that is mapped twice. torch sees device memory in the first mapping, which
+// has no access rights: a host that dereferences a device pointer faults, as on hardware. The
+// simulator reads and writes through the second, where torch sees pinned memory. Fresh memory is
+// filled with 0xFF (floats read as NaN, integers as -1), freed memory goes back to the system, and
+// the size is a hard limit.
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
-#include <list>
-#include <map>
-#include <memory>
-#include <mutex>
 
 #include "sim.h"
 
 namespace sim {
 namespace {
 
-constexpr int kPoison = 0xFF;     // fresh device memory
+constexpr int kPoison = 0xFF;     // fresh memory
 constexpr int kUndefined = 0xA5;  // host target of a copy that has not run yet
-constexpr size_t kAlign = 512;
 constexpr size_t kPage = 4096;
+constexpr int kHost = -1;  // pinned memory is that of device -1, as large as all devices may be
 
-constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-using Ranges = std::map<char*, size_t>;  // start -> bytes
-using Source = std::pair<const char*, size_t>;
+struct Block {
+  size_t bytes;
+  int device;
+  bool addressable;  // by devices: their own memory, and host memory after aclrtHostRegister
+};
+struct Use {
+  size_t now, peak;
+};
+using Range = std::pair<const char*, size_t>;
 
 struct Memory {
   std::mutex lock;
-  int file = -1;
-  char* shown = nullptr;  // the mapping that torch sees: no access
-  char* own = nullptr;    // the simulator's mapping: read and write
-  size_t per_device = 0;
-  size_t total = 0;
-  size_t in_use[kMaxDevices] = {}, peak[kMaxDevices] = {};
-  Ranges blocks;      // allocated in `shown`, of all devices
-  Ranges pinned;      // aclrtMallocHost
-  Ranges registered;  // host memory that the device can address (aclrtHostRegister)
-  std::list<Source> unread;  // what copies that have not run yet are going to read
+  int file;
+  size_t per_device, total;
+  char* shown;  // device memory as torch sees it: no access
+  char* own;    // the simulator's mapping: read and write
+  std::map<size_t, Block> blocks;  // by their place in the file, as all places below
+  Use use[kMaxDevices + 1] = {};
+  std::list<std::weak_ptr<const Range>> unread;  // what submitted copies are going to read
 
-  // No lock: the mappings never move once they exist.
+  Memory() {
+    per_device = static_cast<size_t>(setting("NPUSIM_MEM_MB", 2048)) << 20;
+    total = end_of(device_count - 1);
+    file = memfd_create("npusim", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(total)))
+      fail(kOutOfMemory, "cannot create device memory: %m");
+    const int flags = MAP_SHARED | MAP_NORESERVE;
+    void* hidden = mmap(nullptr, total, PROT_NONE, flags, file, 0);
+    void* open = mmap(nullptr, total, PROT_READ | PROT_WRITE, flags, file, 0);
+    if (hidden == MAP_FAILED || open == MAP_FAILED)
+      fail(kOutOfMemory, "cannot map device memory: %m");
+    shown = static_cast<char*>(hidden);
+    own = static_cast<char*>(open);
+  }
+
+  size_t end_of(int device) const { return (kMaxDevices + 1 + device) * per_device; }
+  size_t begin_of(int device) const { return device == kHost ? 0 : end_of(device - 1); }
+
+  // No lock: neither mapping moves.
   bool on_device(const void* pointer) const {
-    const char* p = static_cast<const char*>(pointer);
-    return shown && p >= shown && p < shown + total;
+    return pointer >= shown + begin_of(0) && pointer < shown + total;
+  }
+  size_t place(const void* pointer) const {
+    return static_cast<const char*>(pointer) - (on_device(pointer) ? shown : own);
   }
 };
 
@@ -57,55 +71,46 @@ Memory& memory() {
   return *m;
 }
 
-// The caller holds the lock, here and below.
-bool within(const Ranges& ranges, const void* pointer, size_t bytes) {
-  char* p = static_cast<char*>(const_cast<void*>(pointer));
-  auto after = ranges.upper_bound(p);
-  if (after == ranges.begin()) return false;
-  const auto [start, length] = *std::prev(after);
-  return p < start + length && p + bytes <= start + length;
-}
-
-void map_devices(Memory& m) {
-  if (m.shown) return;
-  m.per_device = static_cast<size_t>(setting("NPUSIM_MEM_MB", 2048)) << 20;
-  m.total = m.per_device * std::max(device_count(), 1);
-  m.file = memfd_create("npusim", MFD_CLOEXEC);
-  if (m.file < 0 || ftruncate(m.file, static_cast<off_t>(m.total)))
-    fail(kOutOfMemory, "cannot create device memory: %m");
-  const int flags = MAP_SHARED | MAP_NORESERVE;
-  void* own = mmap(nullptr, m.total, PROT_READ | PROT_WRITE, flags, m.file, 0);
-  void* shown = mmap(nullptr, m.total, PROT_NONE, flags, m.file, 0);
-  if (own == MAP_FAILED || shown == MAP_FAILED) fail(kOutOfMemory, "cannot map device memory: %m");
-  m.own = static_cast<char*>(own);
-  m.shown = static_cast<char*>(shown);
-}
-
-size_t device_of_this_thread() {
+int device_of_this_thread() {
   if (current_device() < 0) fail(kNoContext, "no device was set on this thread");
   return current_device();
 }
 
-char* allocate(size_t bytes) {
+// The place of a new block.
+size_t allocate(int device, size_t bytes) {
   Memory& m = memory();
   std::lock_guard guard(m.lock);
-  map_devices(m);
-  const size_t device = device_of_this_thread();
-  const size_t size = round_up(bytes, kAlign) + kAlign;
-  char* const start = m.shown + device * m.per_device;
-  char* at = start;  // first fit
-  for (auto block = m.blocks.lower_bound(start); block != m.blocks.end(); ++block) {
-    if (block->first >= at + size) break;
-    at = block->first + block->second;
-  }
-  if (at + size > start + m.per_device)
-    fail(kOutOfMemory, "device %zu is out of memory: %zu bytes asked, %zu of %zu in use", device,
-         bytes, m.in_use[device], m.per_device);
-  m.blocks[at] = size;
-  m.in_use[device] += size;
-  m.peak[device] = std::max(m.peak[device], m.in_use[device]);
-  std::memset(m.own + (at - m.shown), kPoison, size);
+  const size_t size = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+  size_t at = m.begin_of(device);  // first fit
+  for (auto b = m.blocks.lower_bound(at); b != m.blocks.end() && b->first < at + size; ++b)
+    at = b->first + b->second.bytes;
+  Use& use = m.use[device + 1];
+  if (at + size > m.end_of(device))
+    fail(kOutOfMemory, "device %d is out of memory: %zu bytes asked, %zu of %zu in use", device,
+         bytes, use.now, m.end_of(device) - m.begin_of(device));
+  m.blocks[at] = {size, device, device != kHost};
+  use.now += size;
+  use.peak = std::max(use.peak, use.now);
+  std::memset(m.own + at, kPoison, size);
   return at;
+}
+
+// The caller holds the lock.
+std::map<size_t, Block>::iterator block_at(void* pointer, const char* kind) {
+  const auto block = memory().blocks.find(memory().place(pointer));
+  if (block == memory().blocks.end()) fail(kRuntimeParam, "not an allocation of %s memory", kind);
+  return block;
+}
+
+void release(void* pointer, const char* kind) {
+  Memory& m = memory();
+  std::lock_guard guard(m.lock);
+  const auto block = block_at(pointer, kind);
+  const size_t bytes = block->second.bytes;
+  m.use[1 + block->second.device].now -= bytes;
+  fallocate(m.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(block->first),
+            static_cast<off_t>(bytes));
+  m.blocks.erase(block);
 }
 
 // Copy kinds of ACL: 1 to a device, 2 from a device, 3 both; this one takes whatever it finds.
@@ -113,14 +118,9 @@ constexpr int kAnyKind = 4;
 
 // The simulator's own address of one side of a copy.
 char* side(const char* name, const void* pointer, size_t bytes, int kind, int device_bit) {
-  Memory& m = memory();
-  bool device, registered;
-  {
-    std::lock_guard guard(m.lock);
-    device = m.on_device(pointer);
-    registered = within(m.registered, pointer, 1);  // may stand for either
-  }
-  if (kind != kAnyKind && device != bool(kind & device_bit) && !registered)
+  const bool device = memory().on_device(pointer);
+  const bool either = !device && view(pointer, 1);  // registered host memory
+  if (kind != kAnyKind && device != bool(kind & device_bit) && !either)
     fail(kRuntimeParam, "copy of kind %d, but its %s is %s memory", kind, name,
          device ? "device" : "host");
   if (!device) return static_cast<char*>(const_cast<void*>(pointer));
@@ -138,15 +138,13 @@ void copy(void* target, size_t room, const void* source, size_t bytes, int kind)
   std::memmove(to, side("source", source, bytes, kind, 2), bytes);
 }
 
-// Notes what a submitted copy is going to read; the note goes with the last holder.
-std::shared_ptr<void> reading(const void* source, size_t bytes) {
-  Memory& m = memory();
-  std::lock_guard guard(m.lock);
-  m.unread.emplace_front(static_cast<const char*>(source), bytes);
-  return {nullptr, [&m, entry = m.unread.begin()](void*) {
-            std::lock_guard guard(m.lock);
-            m.unread.erase(entry);
-          }};
+// Notes what a submitted copy is going to read, for as long as somebody holds the note.
+std::shared_ptr<const Range> reading(const void* source, size_t bytes) {
+  auto note = std::make_shared<const Range>(static_cast<const char*>(source), bytes);
+  std::lock_guard guard(memory().lock);
+  memory().unread.remove_if([](const auto& other) { return other.expired(); });
+  memory().unread.push_back(note);
+  return note;
 }
 
 // Lazy mode: whoever reads the target of a copy on the host before it has run finds garbage. Not
@@ -155,8 +153,9 @@ void undefine(void* target, size_t bytes) {
   if (memory().on_device(target) || view(target, bytes)) return;
   std::lock_guard guard(memory().lock);
   const char* const from = static_cast<char*>(target);
-  for (const auto& [start, length] : memory().unread)
-    if (start < from + bytes && from < start + length) return;
+  for (const auto& note : memory().unread)
+    if (const auto source = note.lock())
+      if (source->first < from + bytes && from < source->first + source->second) return;
   std::memset(target, kUndefined, bytes);
 }
 
@@ -165,58 +164,45 @@ void undefine(void* target, size_t bytes) {
 char* view(const void* pointer, size_t bytes) {
   Memory& m = memory();
   std::lock_guard guard(m.lock);
-  char* p = static_cast<char*>(const_cast<void*>(pointer));
-  if (within(m.blocks, p, bytes)) return m.own + (p - m.shown);
-  return within(m.registered, p, bytes) ? p : nullptr;
+  const size_t at = m.place(pointer);
+  const auto after = m.blocks.upper_bound(at);
+  if (after == m.blocks.begin()) return nullptr;
+  const auto& [start, block] = *std::prev(after);
+  const bool inside = at < start + block.bytes && at + bytes <= start + block.bytes;
+  return inside && block.addressable ? m.own + at : nullptr;
+}
+
+std::pair<int, off_t> place_of(const char* viewed) {
+  return {memory().file, static_cast<off_t>(memory().place(viewed))};
 }
 
 }  // namespace sim
 
 using namespace sim;
 
-ENTRY(aclrtMalloc, (void** out, size_t bytes, int), *out = allocate(bytes);)
-ENTRY(aclrtMallocAlign32, (void** out, size_t bytes, int), *out = allocate(bytes);)
+ENTRY(aclrtMalloc, (void** out, size_t bytes, int),
+      *out = memory().shown + allocate(device_of_this_thread(), bytes);)
+ENTRY(aclrtMallocAlign32, (void** out, size_t bytes, int),
+      *out = memory().shown + allocate(device_of_this_thread(), bytes);)
+ENTRY(aclrtMallocHost, (void** out, size_t bytes), *out = memory().own + allocate(kHost, bytes);)
 ENTRY(aclrtFree, (void* pointer), {
   finish_all();  // work in flight may still use the block
-  Memory& m = memory();
-  std::lock_guard guard(m.lock);
-  const auto block = m.blocks.find(static_cast<char*>(pointer));
-  if (block == m.blocks.end()) fail(kRuntimeParam, "not an allocation of device memory");
-  const size_t offset = block->first - m.shown;
-  const size_t first = round_up(offset, kPage), last = (offset + block->second) / kPage * kPage;
-  if (last > first)
-    fallocate(m.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(first),
-              static_cast<off_t>(last - first));
-  m.in_use[offset / m.per_device] -= block->second;
-  m.blocks.erase(block);
+  release(pointer, "device");
 })
-ENTRY(aclrtGetMemInfo, (int, size_t* free, size_t* total), {
-  Memory& m = memory();
-  std::lock_guard guard(m.lock);
-  map_devices(m);
-  *total = m.per_device;
-  *free = m.per_device - m.in_use[device_of_this_thread()];
-})
-ENTRY(aclrtMallocHost, (void** out, size_t bytes), {
-  const size_t size = round_up(std::max<size_t>(bytes, 1), kPage);
-  *out = std::aligned_alloc(kPage, size);
-  if (!*out) fail(kOutOfMemory, "no host memory for %zu pinned bytes", bytes);
+ENTRY(aclrtFreeHost, (void* pointer), release(pointer, "pinned");)
+ENTRY(aclrtHostRegister, (void* pointer, uint64_t, int, void** device_pointer), {
   std::lock_guard guard(memory().lock);
-  memory().pinned[static_cast<char*>(*out)] = size;
-})
-ENTRY(aclrtFreeHost, (void* pointer), {
-  std::lock_guard guard(memory().lock);
-  if (!memory().pinned.erase(static_cast<char*>(pointer))) fail(kRuntimeParam, "not pinned memory");
-  std::free(pointer);
-})
-ENTRY(aclrtHostRegister, (void* pointer, uint64_t bytes, int, void** device_pointer), {
-  std::lock_guard guard(memory().lock);
-  memory().registered[static_cast<char*>(pointer)] = bytes;
+  block_at(pointer, "pinned")->second.addressable = true;
   if (device_pointer) *device_pointer = pointer;
 })
 ENTRY(aclrtHostUnregister, (void* pointer), {
   std::lock_guard guard(memory().lock);
-  memory().registered.erase(static_cast<char*>(pointer));
+  block_at(pointer, "pinned")->second.addressable = false;
+})
+ENTRY(aclrtGetMemInfo, (int, size_t* free, size_t* total), {
+  std::lock_guard guard(memory().lock);
+  *total = memory().per_device;
+  *free = *total - memory().use[1 + device_of_this_thread()].now;
 })
 
 ENTRY(aclrtMemcpy, (void* target, size_t room, const void* source, size_t bytes, int kind),
@@ -224,26 +210,9 @@ ENTRY(aclrtMemcpy, (void* target, size_t room, const void* source, size_t bytes,
 ENTRY(aclrtMemcpyAsync, (void* target, size_t room, const void* source, size_t bytes, int kind,
                          void* stream), {
   if (bytes && (!target || !source)) copy(target, room, source, bytes, kind);  // refused now
-  if (lazy() && bytes <= room) undefine(target, bytes);
+  if (lazy && bytes <= room) undefine(target, bytes);
   submit(stream, [=, held = reading(source, bytes)] { copy(target, room, source, bytes, kind); });
 })
 
-// What tests read through ctypes.
-API size_t npusim_bytes_in_use(int device) {
-  std::lock_guard guard(memory().lock);
-  return memory().in_use[device];
-}
-API size_t npusim_peak_bytes(int device) {
-  std::lock_guard guard(memory().lock);
-  return memory().peak[device];
-}
-API void npusim_reset_peak(int device) {
-  std::lock_guard guard(memory().lock);
-  memory().peak[device] = memory().in_use[device];
-}
-API size_t npusim_pinned_bytes() {
-  std::lock_guard guard(memory().lock);
-  size_t sum = 0;
-  for (const auto& [start, bytes] : memory().pinned) sum += bytes;
-  return sum;
-}
+// What tests read through ctypes; the host is device -1.
+API Use* npusim_use(int device) { return memory().use + 1 + device; }

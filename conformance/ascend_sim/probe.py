@@ -11,6 +11,14 @@ from contextlib import contextmanager
 
 from torchtitan_ckpt.device import simulated_runtime
 
+_HOST = -1  # as the simulator numbers the devices
+
+
+class _Use(ctypes.Structure):
+    """Bytes of one device; the simulator counts in place."""
+
+    _fields_ = (("now", ctypes.c_size_t), ("peak", ctypes.c_size_t))
+
 
 def attached() -> bool:
     """Whether this process runs on the simulated device."""
@@ -19,26 +27,29 @@ def attached() -> bool:
 
 def bytes_in_use(device: int = 0) -> int:
     """Device memory that torch_npu's allocator holds, as the runtime counts it."""
-    return _number("npusim_bytes_in_use", device)
+    return int(_use(device).now)
 
 
 def peak_bytes(device: int = 0) -> int:
     """The most that `bytes_in_use` has been since the start or `reset_peak`."""
-    return _number("npusim_peak_bytes", device)
+    return int(_use(device).peak)
 
 
 def reset_peak(device: int = 0) -> None:
-    _number("npusim_reset_peak", device)
+    use = _use(device)
+    use.peak = use.now
 
 
 def pinned_bytes() -> int:
     """Pinned host memory in use."""
-    return _number("npusim_pinned_bytes")
+    return bytes_in_use(_HOST)
 
 
 def calls(name: str) -> int:
     """How often an entry point of the runtime, an operator (`aclnnAdd`) or `task` was called."""
-    return _number("npusim_calls", name.encode())
+    count = _library().npusim_calls
+    count.restype = ctypes.c_long
+    return int(count(name.encode()))
 
 
 @contextmanager
@@ -62,7 +73,8 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _number(function: str, *args: object) -> int:
-    call = getattr(_library(), function)
-    call.restype = ctypes.c_size_t
-    return int(call(*args))
+def _use(device: int) -> _Use:
+    find = _library().npusim_use
+    find.restype = ctypes.POINTER(_Use)
+    use: _Use = find(device).contents
+    return use

@@ -1,17 +1,13 @@
 // Devices, settings, errors, counted calls and planned faults; and, at the end, everything that
 // torch_npu links against and that is not simulated: those calls fail with their own name.
-#include <unistd.h>
+#include <c10/util/Exception.h>
+#include <fnmatch.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <map>
-#include <mutex>
-#include <utility>
-#include <vector>
+#include <sstream>
 
 #include "sim.h"
 
@@ -19,50 +15,39 @@ namespace sim {
 namespace {
 
 thread_local int this_thread_device = -1;
-thread_local const char* this_thread_call = "task";
+thread_local const char* this_thread_call = "nothing";
+thread_local std::string this_thread_error = "no error recorded";
 std::atomic<bool> used[kMaxDevices];
 char contexts[kMaxDevices];  // a context is the address of its device's byte
 
 struct Fault {
-  std::string call;  // a name; a `*` at the end stands for any rest
+  std::string call;  // a name, or a pattern as for files
   long countdown;
   int code;
-
-  bool names(const char* other) const {
-    if (call.empty() || call.back() != '*') return call == other;
-    return std::strncmp(call.c_str(), other, call.size() - 1) == 0;
-  }
 };
+
+// NPUSIM_FAULT is a list of call:n:code, for processes that a test cannot reach into.
+std::vector<Fault> planned_outside() {
+  const char* const text = std::getenv("NPUSIM_FAULT");
+  std::istringstream list(text ? text : "");
+  std::vector<Fault> faults;
+  char mark;
+  for (Fault fault; std::getline(list, fault.call, ':'); list >> mark) {
+    if (!(list >> fault.countdown >> mark >> fault.code)) {
+      std::fprintf(stderr, "[npusim] NPUSIM_FAULT wants call:n:code, not '%s'\n", text);
+      std::abort();
+    }
+    faults.push_back(fault);
+  }
+  return faults;
+}
 
 struct Book {
   std::mutex lock;
   std::map<std::string, long> calls;
-  std::vector<Fault> faults;
-  std::string last_error = "no error recorded";
-
-  // NPUSIM_FAULT is a list of call:n:code, for processes that a test cannot reach into.
-  Book() {
-    const char* rest = std::getenv("NPUSIM_FAULT");
-    while (rest && *rest) {
-      char name[96];
-      long nth;
-      int code, length;
-      if (std::sscanf(rest, "%95[^:]:%ld:%d%n", name, &nth, &code, &length) != 3) {
-        std::fprintf(stderr, "[npusim] NPUSIM_FAULT wants call:n:code, not '%s'\n", rest);
-        std::abort();
-      }
-      faults.push_back({name, nth, code});
-      rest += length;
-      rest += *rest == ',';
-    }
-  }
+  std::vector<Fault> faults = planned_outside();
 };
-
-// Never destroyed, as all that is global here: threads of torch may run while the process exits.
-Book& book() {
-  static Book* b = new Book;
-  return *b;
-}
+Book& book = *new Book;
 
 }  // namespace
 
@@ -77,45 +62,52 @@ void fail(int code, const char* format, ...) {
   va_start(args, format);
   std::vsnprintf(text, sizeof text, format, args);
   va_end(args);
-  std::fprintf(stderr, "[npusim] error %d: %s: %s\n", code, this_thread_call, text);
-  if (setting("NPUSIM_ABORT", 0)) std::abort();
-  throw Failure{code, std::string(this_thread_call) + ": " + text};
+  throw Failure{code, text};
 }
+
+Failure attempt(const char* call, const std::function<void()>& body) {
+  const char* const outer = std::exchange(this_thread_call, call);
+  Failure failure;
+  try {
+    body();
+  } catch (const Failure& thrown) {
+    failure = thrown;
+  } catch (const c10::Error& error) {
+    failure = {kAclnnParam, error.what_without_backtrace()};
+  } catch (const std::exception& error) {  // none may leave a C function
+    failure = {kNotSimulated, error.what()};
+  }
+  this_thread_call = outer;
+  if (!failure.code) return failure;
+  failure.text = call + (": " + failure.text);
+  std::fprintf(stderr, "[npusim] error %d: %s\n", failure.code, failure.text.c_str());
+  if (setting("NPUSIM_ABORT", 0)) std::abort();
+  return failure;
+}
+
+int guarded(const char* call, const std::function<void()>& body) {
+  const Failure failure = attempt(call, body);
+  if (failure.code) this_thread_error = "npusim: " + failure.text;
+  return failure.code;
+}
+
+const char* current_call() { return this_thread_call; }
 
 void enter(const char* call) {
   static const bool trace = setting("NPUSIM_TRACE", 0) != 0;
   if (trace) std::fprintf(stderr, "[npusim] %s\n", call);
   int code = kSuccess;
   {
-    std::lock_guard guard(book().lock);
-    ++book().calls[call];
-    for (Fault& fault : book().faults)
-      if (fault.names(call) && --fault.countdown == 0) code = fault.code;
+    std::lock_guard guard(book.lock);
+    ++book.calls[call];
+    for (Fault& fault : book.faults)
+      if (!fnmatch(fault.call.c_str(), call, 0) && --fault.countdown == 0) code = fault.code;
   }
   if (code) fail(code, "injected fault of %s", call);
 }
 
-int guarded(const char* call, const std::function<void()>& body) {
-  const char* const outer = std::exchange(this_thread_call, call);
-  Failure failure = {kSuccess, ""};
-  try {
-    body();
-  } catch (const Failure& thrown) {
-    failure = thrown;
-  } catch (const std::exception& error) {  // none may leave a C function
-    failure = {kNotSimulated, std::string(call) + ": " + error.what()};
-  }
-  this_thread_call = outer;
-  if (failure.code) {
-    std::lock_guard guard(book().lock);
-    book().last_error = "npusim: " + failure.text;
-  }
-  return failure.code;
-}
-
-int device_count() {
-  return static_cast<int>(std::min<long>(setting("NPUSIM_DEVICES", 1), kMaxDevices));
-}
+const bool lazy = setting("NPUSIM_LAZY", 0) != 0;
+const int device_count = std::min(static_cast<int>(setting("NPUSIM_DEVICES", 1)), kMaxDevices);
 
 int current_device() { return this_thread_device; }
 
@@ -126,29 +118,24 @@ using namespace sim;
 // ---- what tests use through ctypes
 API const char* npusim_version() { return "simulated CANN runtime, not Ascend hardware"; }
 API long npusim_calls(const char* call) {
-  std::lock_guard guard(book().lock);
-  return book().calls[call];
+  std::lock_guard guard(book.lock);
+  return book.calls[call];
 }
 API void npusim_inject(const char* call, long nth, int code) {
-  std::lock_guard guard(book().lock);
-  book().faults.push_back({call, nth, code});
+  std::lock_guard guard(book.lock);
+  book.faults.push_back({call, nth, code});
 }
 API void npusim_clear_faults() {
-  std::lock_guard guard(book().lock);
-  book().faults.clear();
+  std::lock_guard guard(book.lock);
+  book.faults.clear();
 }
 
 // ---- devices
-API const char* aclGetRecentErrMsg() {
-  static thread_local std::string copy;
-  std::lock_guard guard(book().lock);
-  copy = book().last_error;
-  return copy.c_str();
-}
+API const char* aclGetRecentErrMsg() { return this_thread_error.c_str(); }
 ENTRY(aclInit, (const char*), {})
-ENTRY(aclrtGetDeviceCount, (uint32_t* count), *count = device_count();)
+ENTRY(aclrtGetDeviceCount, (uint32_t* count), *count = device_count;)
 ENTRY(aclrtSetDevice, (int device), {
-  if (device < 0 || device >= device_count()) fail(kNoSuchDevice, "no device %d", device);
+  if (device < 0 || device >= device_count) fail(kNoSuchDevice, "no device %d", device);
   this_thread_device = device;
   used[device] = true;
 })
@@ -169,15 +156,13 @@ ENTRY(aclrtGetPrimaryCtxState, (int32_t device, uint32_t* flags, int32_t* active
 // This name decides which fused paths torch_npu takes (foreach and fused AdamW are on).
 API const char* aclrtGetSocName() { return "Ascend910B4"; }
 ENTRY(aclrtDeviceCanAccessPeer, (int32_t* can, int32_t, int32_t), *can = 1;)
-ENTRY(aclrtDeviceGetBareTgid, (int32_t* pid), *pid = getpid();)
 // Core counts; no result depends on them.
 ENTRY(aclGetDeviceCapability, (uint32_t, int, int64_t* value), *value = 20;)
 ENTRY(aclrtGetSysParamOpt, (int, int64_t* value), *value = 0;)
 
 // ---- the older operator path: descriptors are inert, execution names the operator and fails
-API int aclopCompileAndExecute(const char* name) {
-  return guarded("aclop", [&] { fail(kOpNotFound, "operator %s is not simulated", name); });
-}
+ENTRY(aclopCompileAndExecute, (const char* name),
+      fail(kOpNotFound, "operator %s is not simulated", name);)
 ALIAS(aclopCompileAndExecuteV2, aclopCompileAndExecute)
 
 #define INERT(X) \
@@ -189,28 +174,27 @@ ALIAS(aclopCompileAndExecuteV2, aclopCompileAndExecute)
   X(aclrtCtxSetSysParamOpt) X(aclrtSetDeviceSatMode) X(aclrtSetOpExecuteTimeOut) \
   X(aclrtSetOpWaitTimeout) X(aclrtSetStreamFailureMode) X(aclrtDeviceEnablePeerAccess) \
   X(aclrtResetDevice) X(aclrtResetEvent) X(aclrtGetLastError) X(aclrtPeekAtLastError) \
-  X(aclFinalize) X(aclAppLog) X(HcclSetConfig) X(HcclGetCommConfigCapability) \
-  X(MsprofGetHashId) X(MsprofRegisterCallback) X(MsprofReportAdditionalInfo) X(MsprofReportApi) \
-  X(MsprofReportCompactInfo) X(MsprofSysCycleTime) X(aclSetTensorDescName) \
-  X(aclSetTensorFormat) X(aclSetTensorPlaceMent) X(aclSetTensorShape) X(aclopSetAttrBool) \
-  X(aclopSetAttrDataType) X(aclopSetAttrFloat) X(aclopSetAttrInt) X(aclopSetAttrListBool) \
-  X(aclopSetAttrListFloat) X(aclopSetAttrListInt) X(aclopSetAttrListListInt) \
-  X(aclopSetAttrString) X(aclDestroyDataBuffer) X(aclDestroyTensorDesc) X(aclopDestroyAttr)
+  X(aclFinalize) X(aclAppLog) X(HcclSetConfig) X(HcclGetCommConfigCapability) X(MsprofGetHashId) \
+  X(MsprofRegisterCallback) X(MsprofReportAdditionalInfo) X(MsprofReportApi) \
+  X(MsprofReportCompactInfo) X(MsprofSysCycleTime) X(aclSetTensorDescName) X(aclSetTensorFormat) \
+  X(aclSetTensorPlaceMent) X(aclSetTensorShape) X(aclopSetAttrBool) X(aclopSetAttrDataType) \
+  X(aclopSetAttrFloat) X(aclopSetAttrInt) X(aclopSetAttrListBool) X(aclopSetAttrListFloat) \
+  X(aclopSetAttrListInt) X(aclopSetAttrListListInt) X(aclopSetAttrString) X(aclDestroyDataBuffer) \
+  X(aclDestroyTensorDesc) X(aclopDestroyAttr)
 
 // ---- linked against, not simulated
 #define NOT_SIMULATED(X) \
   X(aclGetTensorDescDimV2) X(aclGetTensorDescFormat) X(aclGetTensorDescNumDims) \
   X(aclGetTensorDescType) X(aclrtBinaryGetFunction) X(aclrtBinaryLoadFromData) \
-  X(aclrtEventElapsedTime) X(aclrtFreePhysical) X(aclrtGetFunctionAddr) X(aclrtMallocPhysical) \
-  X(aclrtMapMem) X(aclrtMemExportToShareableHandle) X(aclrtMemImportFromShareableHandle) \
-  X(aclrtMemSetPidToShareableHandle) X(aclrtMemset) X(aclrtProcessReport) \
-  X(aclrtReleaseMemAddress) X(aclrtReserveMemAddress) X(aclrtSetCurrentContext) X(aclrtUnmapMem) \
-  X(rtDevBinaryRegister) X(rtFunctionRegister) X(rtGetC2cCtrlAddr) X(rtKernelLaunch)
+  X(aclrtDeviceGetBareTgid) X(aclrtEventElapsedTime) X(aclrtFreePhysical) X(aclrtGetFunctionAddr) \
+  X(aclrtMallocPhysical) X(aclrtMapMem) X(aclrtMemExportToShareableHandle) \
+  X(aclrtMemImportFromShareableHandle) X(aclrtMemSetPidToShareableHandle) X(aclrtMemset) \
+  X(aclrtProcessReport) X(aclrtReleaseMemAddress) X(aclrtReserveMemAddress) \
+  X(aclrtSetCurrentContext) X(aclrtUnmapMem) X(rtDevBinaryRegister) X(rtFunctionRegister) \
+  X(rtGetC2cCtrlAddr) X(rtKernelLaunch)
 
-#define MAKE_INERT(name) \
-  API void* name() { return contexts; }
-#define ACCEPT(name) \
-  API int name() { return kSuccess; }
+#define MAKE_INERT(name) API void* name() { return contexts; }
+#define ACCEPT(name) API int name() { return kSuccess; }
 #define REFUSE(name) ENTRY(name, (), fail(kNotSimulated, "not simulated");)
 INERT(MAKE_INERT)
 ACCEPTED(ACCEPT)

@@ -9,19 +9,29 @@
 //
 // Only the names of the C interface and the layout of its arguments are CANN's, and torch's CPU
 // kernels do the arithmetic. What is left is what torch lacks: memory that the host cannot read,
-// work that waits until somebody waits for it, ranks that meet in shared memory, and the names that
-// torch_npu looks up, two hundred of them, none of which may make up an answer. Everywhere:
+// work that waits until somebody waits for it, ranks that read each other's memory, and the names
+// that torch_npu looks up, two hundred of them, none of which may make up an answer. Everywhere:
 //   * what is not simulated fails with its own name;
 //   * an entry point is an ENTRY, which counts the call and injects planned faults, and whatever
 //     cannot be served throws, which ENTRY turns into a code of CANN;
+//   * what is global is never destroyed: threads of torch may run while the process exits;
 //   * no lock is held while a task runs, so that a collective that waits for another rank stalls
 //     its own stream and nothing else.
 #pragma once
 
-#include <cstddef>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace sim {
 
@@ -40,16 +50,20 @@ enum Code : int {
 };
 
 struct Failure {
-  int code;
+  int code = kSuccess;
   std::string text;
 };
-// Prints and throws a Failure that begins with the name of the call. NPUSIM_ABORT=1 aborts here.
 [[noreturn]] void fail(int code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// Runs `body` under the name of a call, and returns what it throws: a Failure, or torch's words.
+// It is printed, and its text begins with the name of the call. NPUSIM_ABORT=1 aborts here.
+Failure attempt(const char* call, const std::function<void()>& body);
+// The same for a C function: returns the code, and aclGetRecentErrMsg has the text.
+int guarded(const char* call, const std::function<void()>& body);
+const char* current_call();  // of this thread
 
 // Counts a call, and fails if a fault is planned for it.
 void enter(const char* call);
-// Runs `body` under the name of a call. The code of its Failure, whose text aclGetRecentErrMsg has.
-int guarded(const char* call, const std::function<void()>& body);
 
 // A C function that torch_npu looks up.
 #define API extern "C" __attribute__((visibility("default")))
@@ -68,21 +82,23 @@ long setting(const char* name, long otherwise);
 
 // ---- devices
 constexpr int kMaxDevices = 16;
-int device_count();
+extern const int device_count;
 int current_device();  // of this thread; -1 before aclrtSetDevice
 
 // ---- memory
 // Where the simulator may read and write [pointer, pointer + bytes); null unless that lies in one
 // allocation of device memory, or of host memory registered with the device.
 char* view(const void* pointer, size_t bytes);
+// Where another process finds what this one has a view of: a file of this process, and an offset.
+std::pair<int, off_t> place_of(const char* viewed);
 
 // ---- streams
 using Task = std::function<void()>;
 // Runs `task` on a stream, in order. `waits` marks tasks that wait for other streams or ranks:
-// they never run in the thread that submits them.
+// nobody who submits one waits for it.
 void submit(void* stream, Task task, bool waits = false);
 // Waits for all work of all streams of this process; fails with their first error.
 void finish_all();
-bool lazy();
+extern const bool lazy;
 
 }  // namespace sim

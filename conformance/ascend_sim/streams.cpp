@@ -1,42 +1,36 @@
 // Streams and events, eager and lazy.
 //
-// Eager: a task runs at once in the thread that submits it, unless it or something before it in the
-// stream has to wait for another stream or rank; then a new thread runs what the stream holds.
-// Lazy (NPUSIM_LAZY=1): tasks wait until something asks for them - a synchronisation, an event, a
-// repeated query - so that a forgotten wait gives wrong data every time, not now and then.
+// A stream is a queue, and a thread that runs what has been asked for. Eager: that is everything,
+// and whoever submits a task to an idle stream waits for it, unless it is one that has to wait for
+// another stream or rank. Lazy (NPUSIM_LAZY=1): tasks wait until something asks for them - a
+// synchronisation, an event, a repeated query - so that a forgotten wait gives wrong data every
+// time, not now and then.
 //
 // An event is a place: a stream and how much had been submitted to it. Waiting for one captures the
 // place at that moment, so waits only ever point at work that was submitted earlier, and no circle
 // of waits can arise.
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <mutex>
-#include <optional>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "sim.h"
+
+using namespace std::chrono_literals;
 
 namespace sim {
 namespace {
 
 struct Stream {
-  std::mutex lock;
   std::condition_variable changed;
-  std::deque<Task> queue;
-  uint64_t submitted = 0;
-  uint64_t finished = 0;
-  bool running = false;          // a thread is inside a task of this stream
-  bool draining = false;         // eager mode: a thread runs all that is submitted
-  std::optional<Failure> error;  // the first not yet reported
+  std::deque<std::function<Failure()>> queue;
+  uint64_t submitted = 0, wanted = 0, finished = 0;  // tasks so far
+  bool has_thread = false;
+  Failure error;  // the first not yet reported
 };
 
+Stream& nowhere = *new Stream;
 struct Place {
-  Stream* stream = nullptr;
+  Stream* stream = &nowhere;
   uint64_t position = 0;
 };
 struct Event {
@@ -44,127 +38,85 @@ struct Event {
   int queries = 0;
 };
 
-std::mutex global;          // what follows, and all events
-std::vector<Stream*>& all = *new std::vector<Stream*>;  // never deleted: events may name any
-Stream* defaults[kMaxDevices];
-
-// The caller holds the global lock.
-Stream* make_stream() {
-  all.push_back(new Stream);
-  return all.back();
-}
+// One lock for streams and events. Whoever calls a function of a stream or a place holds it; it is
+// open while a task runs and while somebody waits.
+using Lock = std::unique_lock<std::mutex>;
+std::mutex mutex;
+std::deque<Stream>& streams = *new std::deque<Stream>(kMaxDevices);  // the devices' own come first
 
 Stream& resolve(void* handle) {
-  if (handle) return *static_cast<Stream*>(handle);
   // A thread without a device has no default stream of its own; the first device's will do, since
   // torch_npu never submits work from such a thread.
-  Stream*& found = defaults[std::max(current_device(), 0)];
-  std::lock_guard guard(global);
-  if (!found) found = make_stream();
-  return *found;
+  return handle ? *static_cast<Stream*>(handle) : streams[std::max(current_device(), 0)];
 }
 
-// Run the next task, or wait for the one that another thread has begun. The lock is open while a
-// task runs. The thread may be anybody's: of what torch does for it - autograd, modes that watch
-// operators - a task sees nothing.
-void advance(Stream& s, std::unique_lock<std::mutex>& guard) {
-  if (s.running) return s.changed.wait(guard);
-  Task task = std::move(s.queue.front());
-  s.queue.pop_front();
-  s.running = true;
-  guard.unlock();
-  std::optional<Failure> error;
-  try {
-    enter("task");
-    const c10::impl::ForceDispatchKeyGuard plain(
-        c10::default_included_set,
-        c10::default_excluded_set | c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    task();
-  } catch (const Failure& failure) {
-    error = failure;
-  } catch (const std::exception& other) {
-    error = Failure{kNotSimulated, other.what()};
+// A thread that has had nothing to do for a while ends: torch makes many streams and uses few.
+void work(Stream& s) {
+  Lock lock(mutex);
+  while (s.changed.wait_for(lock, 200ms, [&] { return s.finished < s.wanted; })) {
+    auto next = std::move(s.queue.front());
+    s.queue.pop_front();
+    lock.unlock();
+    const Failure failure = next();
+    next = nullptr;  // what it holds goes before anybody learns that it is done
+    lock.lock();
+    ++s.finished;
+    if (!s.error.code) s.error = failure;
+    s.changed.notify_all();
   }
-  task = nullptr;  // what it holds goes before anybody learns that it is done
-  guard.lock();
-  s.running = false;
-  ++s.finished;
-  if (!s.error) s.error = error;
+  s.has_thread = false;
+}
+
+void start(Place place) {
+  Stream& s = *place.stream;
+  if (place.position <= s.wanted) return;
+  s.wanted = place.position;
+  if (!std::exchange(s.has_thread, true)) std::thread(work, std::ref(s)).detach();
   s.changed.notify_all();
 }
 
-void run_until(Place place) {
-  std::unique_lock guard(place.stream->lock);
-  while (place.stream->finished < place.position) advance(*place.stream, guard);
-}
+Place end_of(Stream& s) { return {&s, s.submitted}; }
+bool reached(Place place) { return place.stream->finished >= place.position; }
 
-void drain(Stream& s) {
-  std::unique_lock guard(s.lock);
-  while (s.finished < s.submitted) advance(s, guard);
-  s.draining = false;
-}
-
-Place end_of(Stream& s) {
-  std::lock_guard guard(s.lock);
-  return {&s, s.submitted};
-}
-
-bool reached(Place place) {
-  if (!place.stream) return true;
-  std::lock_guard guard(place.stream->lock);
-  return place.stream->finished >= place.position;
+void wait_for(Place place, Lock& lock) {
+  start(place);
+  place.stream->changed.wait(lock, [&] { return reached(place); });
 }
 
 // An error is reported once, to whoever waits first.
-void finish(Place place) {
-  if (!place.stream) return;
-  run_until(place);
-  std::unique_lock guard(place.stream->lock);
-  const std::optional<Failure> error = std::exchange(place.stream->error, std::nullopt);
-  if (error) throw *error;
-}
-
-// Where an event was when somebody asked.
-Place place_of(void* event) {
-  std::lock_guard guard(global);
-  return static_cast<Event*>(event)->place;
+void finish(Place place, Lock& lock) {
+  wait_for(place, lock);
+  const Failure error = std::exchange(place.stream->error, {});
+  if (error.code) throw error;
 }
 
 }  // namespace
 
-bool lazy() {
-  static const bool on = setting("NPUSIM_LAZY", 0) != 0;
-  return on;
-}
-
 void submit(void* handle, Task task, bool waits) {
+  Lock lock(mutex);
   Stream& s = resolve(handle);
-  Place mine{&s};
-  {
-    std::lock_guard guard(s.lock);
-    const bool idle = s.finished == s.submitted;
-    s.queue.push_back(std::move(task));
-    mine.position = ++s.submitted;
-    if (lazy()) return;
-    if (waits || !idle) {
-      if (!s.draining) std::thread(drain, std::ref(s)).detach();
-      s.draining = true;
-      return;
-    }
-  }
-  finish(mine);
+  const bool idle = reached(end_of(s));
+  // Its errors are those of the call that submits it.
+  s.queue.push_back([call = current_call(), task = std::move(task)] {
+    return attempt(call, [&] {
+      enter("task");
+      task();
+    });
+  });
+  ++s.submitted;
+  if (lazy) return;
+  const Place mine = end_of(s);
+  start(mine);
+  if (idle && !waits) finish(mine, lock);
 }
 
 void finish_all() {
-  std::vector<Stream*> now;
-  {
-    std::lock_guard guard(global);
-    now = all;
-  }
+  Lock lock(mutex);
   std::vector<Place> ends;
-  for (Stream* s : now) ends.push_back(end_of(*s));
-  for (Place end : ends) run_until(end);
-  for (Place end : ends) finish(end);
+  for (Stream& s : streams) ends.push_back(end_of(s));
+  for (Place end : ends) start(end);
+  for (Place end : ends) wait_for(end, lock);
+  for (Place end : ends) finish(end, lock);
 }
 
 }  // namespace sim
@@ -172,43 +124,50 @@ void finish_all() {
 using namespace sim;
 
 ENTRY(aclrtCreateStream, (void** out), {
-  std::lock_guard guard(global);
-  *out = make_stream();
+  Lock lock(mutex);
+  *out = &streams.emplace_back();
 })
 ALIAS(aclrtCreateStreamWithConfig, aclrtCreateStream)
-ENTRY(aclrtSynchronizeStream, (void* handle), finish(end_of(resolve(handle)));)
+ENTRY(aclrtSynchronizeStream, (void* handle), {
+  Lock lock(mutex);
+  finish(end_of(resolve(handle)), lock);
+})
 ALIAS(aclrtSynchronizeStreamWithTimeout, aclrtSynchronizeStream)
 ALIAS(aclrtDestroyStream, aclrtSynchronizeStream)
 ALIAS(aclrtDestroyStreamForce, aclrtSynchronizeStream)
 ENTRY(aclrtSynchronizeDevice, (), finish_all();)
 ALIAS(aclrtSynchronizeDeviceWithTimeout, aclrtSynchronizeDevice)
 
-ENTRY(aclrtCreateEventExWithFlag, (void** out, uint32_t), *out = new Event;)
+ENTRY(aclrtCreateEventExWithFlag, (Event** out, uint32_t), *out = new Event;)
 ALIAS(aclrtCreateEventWithFlag, aclrtCreateEventExWithFlag)
-ENTRY(aclrtDestroyEvent, (void* handle), {
-  std::lock_guard guard(global);
-  delete static_cast<Event*>(handle);
+ENTRY(aclrtDestroyEvent, (Event* event), {
+  Lock lock(mutex);
+  delete event;
 })
-ENTRY(aclrtRecordEvent, (void* handle, void* stream), {
-  const Place place = end_of(resolve(stream));
-  std::lock_guard guard(global);
-  *static_cast<Event*>(handle) = {place};
+ENTRY(aclrtRecordEvent, (Event* event, void* stream), {
+  Lock lock(mutex);
+  *event = {end_of(resolve(stream))};
 })
-ENTRY(aclrtStreamWaitEvent, (void* stream, void* handle), {
-  const Place place = place_of(handle);
-  if (place.stream != &resolve(stream) && !reached(place))
-    submit(stream, [=] { run_until(place); }, true);
+ENTRY(aclrtStreamWaitEvent, (void* stream, Event* event), {
+  Lock lock(mutex);
+  const Place place = event->place;
+  if (place.stream == &resolve(stream) || reached(place)) return;
+  lock.unlock();
+  submit(stream, [place] {
+    Lock inside(mutex);
+    wait_for(place, inside);
+  }, true);
 })
-ENTRY(aclrtSynchronizeEvent, (void* handle), finish(place_of(handle));)
+ENTRY(aclrtSynchronizeEvent, (Event* event), {
+  Lock lock(mutex);
+  finish(Place(event->place), lock);
+})
 // 1 is complete. In lazy mode somebody who keeps asking is waiting, and gets his answer.
-ENTRY(aclrtQueryEventStatus, (void* handle, int* status), {
-  const Place place = place_of(handle);
+ENTRY(aclrtQueryEventStatus, (Event* event, int* status), {
+  Lock lock(mutex);
+  const Place place = event->place;
   *status = reached(place);
-  if (*status || !lazy()) return;
-  {
-    std::lock_guard guard(global);
-    if (++static_cast<Event*>(handle)->queries <= 3) return;
-  }
+  if (*status || !lazy || ++event->queries <= 3) return;
+  finish(place, lock);
   *status = 1;
-  finish(place);
 })

@@ -61,45 +61,37 @@ def pytest_report_header() -> str:
 
 
 class Ranks(RankPool):
-    """A pool that skips what wants more ranks than there are devices."""
+    """A pool that skips what wants more ranks than there are devices.
+
+    With `lazy` asynchronous work runs only when something waits for it; real hardware has no such
+    mode.
+    """
+
+    def __init__(self, most: int, *, lazy: bool = False) -> None:
+        found = device.current()
+        size = most if found.shared else min(most, found.count)
+        super().__init__(size, backend=found.backend, start_method="spawn")
+        self.lazy = lazy
 
     def run(self, fn: Callable[..., Any], n: int, *args: Any, **options: Any) -> list[Any]:
         if n > self.size:
             pytest.skip(f"wants {n} devices, and here are {self.size}")
-        return super().run(fn, n, *args, **options)
-
-
-def _pool(most: int) -> Ranks:
-    found = device.current()
-    size = most if found.shared else min(most, found.count)
-    return Ranks(size, backend=found.backend, start_method="spawn")
+        # Ranks read it when they start, which may be at any call: the pool replaces some.
+        with pytest.MonkeyPatch.context() as patch:
+            if self.lazy:
+                patch.setenv("NPUSIM_LAZY", "1")
+            return super().run(fn, n, *args, **options)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Up to four ranks, each with a device of its own or, where asked for, sharing one."""
-    with _pool(4) as pool:
+    with Ranks(4) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def lazy_ranks() -> Iterator[RankPool]:
-    """Ranks on which asynchronous work runs only when something waits for it.
-
-    On real hardware there is no such mode: there these are ordinary ranks.
-    """
-    before = os.environ.get("NPUSIM_LAZY")
-    with _pool(2) as pool:
-        os.environ["NPUSIM_LAZY"] = "1"
-        try:
-            pool.run(_started, pool.size, timeout=120)
-        finally:
-            if before is None:
-                del os.environ["NPUSIM_LAZY"]
-            else:
-                os.environ["NPUSIM_LAZY"] = before
+    """Two ranks in lazy mode; on real hardware these are ordinary ranks."""
+    with Ranks(2, lazy=True) as pool:
         yield pool
-
-
-def _started() -> None:
-    """The environment is read when a rank starts."""

@@ -107,7 +107,7 @@ def _send_and_receive(count: int) -> None:
         assert torch.equal(got.cpu(), torch.arange(count, dtype=torch.float32))
 
 
-# The second is larger than what the simulator lets two ranks hold between them.
+# The second is larger than what a backend may keep in buffers of its own.
 @pytest.mark.parametrize("count", [7, 1_500_001])
 def test_send_and_receive(ranks: RankPool, count: int):
     ranks.run(_send_and_receive, max(2, min(3, ranks.size)), count)
@@ -147,8 +147,8 @@ def test_ranks_that_disagree_are_told(ranks: RankPool):
     with pytest.raises(RanksFailed) as caught:
         ranks.run(_mismatch, 2, timeout=30)
     text = str(caught.value)
-    assert "runs AllReduce (32 bytes), but rank 1 runs AllGather (16 bytes)" in text or (
-        "runs AllGather (16 bytes), but rank 0 runs AllReduce (32 bytes)" in text
+    assert "runs HcclAllReduce (32 bytes), but rank 1 runs HcclAllGather (16 bytes)" in text or (
+        "runs HcclAllGather (16 bytes), but rank 0 runs HcclAllReduce (32 bytes)" in text
     )
 
 
