@@ -9,6 +9,7 @@ and the coordinate it came from, however the adapter moved it. Nothing here comp
 from __future__ import annotations
 
 import bisect
+import functools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _NARROW = {
     "float8_e8m0fnu": 7,
     "float4_e2m1fn_x2": 7,
 }
+# Elements that are numbered at a time: new memory for a whole stack of experts takes longer.
+_PIECE = 1 << 17
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -165,8 +168,13 @@ class Positions:
         out: State = {}
         for key, leaf in self.leaves.items():
             kind = _kind(leaf.dtype)
-            digit = (self.numbers(key) - self._spaces[kind][0]) >> (which * _bits(kind))
-            out[key] = _encode(digit & ((1 << _bits(kind)) - 1), leaf.dtype)
+            first, width = self._base[key] - self._spaces[kind][0], _bits(kind)
+            values = torch.empty(leaf.numel, dtype=torch_dtype(leaf.dtype))
+            for at in range(0, leaf.numel, _PIECE):
+                part = values[at : at + _PIECE]
+                digit = torch.arange(first + at, first + at + len(part)) >> (which * width)
+                part.copy_(_codes(leaf.dtype)[digit & ((1 << width) - 1)])
+            out[key] = values.reshape(leaf.shape)
         return out
 
     def decode(self, digits: list[torch.Tensor]) -> torch.Tensor:
@@ -219,6 +227,12 @@ def _kind(dtype: str) -> str:
 
 def _bits(kind: str) -> int:
     return _NARROW.get(kind, _WIDE)
+
+
+@functools.lru_cache
+def _codes(dtype: str) -> torch.Tensor:
+    """The value of each digit."""
+    return _encode(torch.arange(1 << _bits(_kind(dtype))), dtype)
 
 
 def _encode(digit: torch.Tensor, dtype: str) -> torch.Tensor:
