@@ -151,3 +151,20 @@ def test_a_refusing_loader_is_reported() -> None:
     flat["dp_rank_1"] = b"junk"
     with pytest.raises(MismatchError, match="Unpickling"):
         load_dataloader_state(Titan(1, 2), flat)
+
+
+def test_a_loader_that_cannot_divide_says_so_and_is_as_it_was() -> None:
+    class Fails(Divides):
+        def load_resharded_state(self, states: Any, dp_rank: int, degree: int) -> None:
+            self.taken = -1
+            raise RuntimeError("an odd number of samples")
+
+    loader = Fails(1, 2)
+    before = loader.taken
+    with pytest.raises(MismatchError) as caught:
+        load_dataloader_state(loader, saved(3))
+    (problem,) = caught.value.problems
+    assert problem.code == "dataloader.refused"
+    assert problem.actual == "RuntimeError: an odd number of samples"
+    assert "Fails.load_resharded_state" in problem.where
+    assert loader.taken == before
