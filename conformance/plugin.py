@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from conformance import pytest_report
+
 if TYPE_CHECKING:
+    from conformance.bench import Bench
     from conformance.contract import Check
     from conformance.subject import Subject
-    from conformance.verdict import Cell
+    from conformance.verdict import Cell, Report
+    from torchtitan_ckpt.device import Device
 
-_BENCHES: dict[int | str, Any] = {}
+_BENCHES: dict[int | str, Bench] = {}
 _CHOSEN: dict[str, str | None] = {"device": None}
-# Why a subject cannot be used, and the check that says so; those after it are blocked.
-_UNUSABLE: dict[tuple[int | str, str], str] = {}
+# Of subjects that cannot be used: why, and the check that says so; those after it are blocked.
+_UNUSABLE: dict[int | str, dict[str, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,6 +80,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(pytest_report, "ckpt-report")
     _CHOSEN["device"] = config.getoption("--ckpt-device")
 
 
@@ -96,11 +101,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from torchtitan_ckpt.errors import CheckpointError
 
     config = metafunc.config
+    version = config.getoption("--ckpt-contract") or VERSION
     try:
         chosen = select(
             config.getoption("--ckpt-check"),
             level=config.getoption("--ckpt-level"),
-            version=config.getoption("--ckpt-contract") or VERSION,
+            version=version,
         )
     except CheckpointError as error:
         raise pytest.UsageError(str(error)) from error
@@ -112,7 +118,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     metafunc.parametrize(
         "ckpt_cell",
-        [pytest.param(Runner(name, c), id=f"{name}::{c.id}") for name in names for c in chosen],
+        [
+            pytest.param(Runner(name, clause, version), id=f"{name}::{clause.id}")
+            for name in names
+            for clause in chosen
+        ],
     )
 
 
@@ -126,11 +136,6 @@ def _spread(names: list[str]) -> Iterator[str]:
             yield from spread(name)
         except CheckpointError:
             yield name
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if _nothing_ran(terminalreporter, config):
-        terminalreporter.write_line("nothing was checked: that is not a pass")
 
 
 @pytest.hookimpl(trylast=True)
@@ -152,12 +157,15 @@ def _nothing_ran(reporter: Any, config: pytest.Config) -> bool:
 class Runner:
     """One cell as a callable: what a parametrized test calls."""
 
-    def __init__(self, subject: Subject | str, clause: Check) -> None:
+    def __init__(self, subject: Subject | str, clause: Check, version: str) -> None:
         self.subject = subject
         self.clause = clause
+        self.version = version
 
     def __call__(self) -> Cell:
-        cell = self.cell()
+        report = self.report()
+        pytest_report.ran(report)
+        (cell,) = report.cells
         if cell.verdict in ("n/a", "blocked"):
             pytest.skip(f"{cell.verdict}: {cell.reason}")
         if cell.verdict == "xfail":
@@ -166,32 +174,53 @@ class Runner:
             pytest.fail(self._text(cell), pytrace=False)
         return cell
 
-    def cell(self) -> Cell:
+    def report(self) -> Report:
         """Run the check on this process's bench for the subject."""
-        from conformance.bench import Bench, one_thread
+        from conformance.bench import SEED, one_thread, unusable
         from conformance.engine import device_under_test
         from conformance.subject import place_of
-        from conformance.subjects import resolve
+        from conformance.verdict import Report
+        from conformance.versions import versions
         from torchtitan_ckpt.errors import CheckpointError
 
-        name = self.subject
-        key: int | str = name if isinstance(name, str) else id(name)
+        device = device_under_test(_CHOSEN["device"])
+        name = self.subject if isinstance(self.subject, str) else self.subject.name
+        notes: tuple[str, ...] = ()
         try:
-            if key not in _BENCHES:
-                subject = resolve(name) if isinstance(name, str) else name
-                _BENCHES[key] = Bench(
-                    subject,
-                    device=device_under_test(_CHOSEN["device"]),
-                    called=name if isinstance(name, str) else "",
-                )
+            bench = self._bench(device)
             with one_thread():
-                found: Cell = _BENCHES[key].run(self.clause)
+                cell = bench.run(self.clause)
+            notes = bench.notes
         except CheckpointError as error:
-            teller = _UNUSABLE.setdefault((key, str(error)), self.clause.id)
-            if teller != self.clause.id:
-                pytest.skip(f"blocked: by {teller}: {error.problems[0].what}")
-            pytest.fail(str(error), pytrace=False)
-        return found if isinstance(name, str) or place_of(name) else _by_its_test(found)
+            again = f"torchtitan-ckpt check {shlex.quote(name)} --check {self.clause.id}"
+            cell = unusable(error, name, self.clause, _UNUSABLE.setdefault(self._key, {}), again)
+        if not isinstance(self.subject, str) and not place_of(self.subject):
+            cell = _by_its_test(cell)
+        return Report(
+            cells=(cell,),
+            seed=SEED,
+            contract=self.version,
+            device=device.label,
+            versions=versions(),
+            notes=notes,
+        )
+
+    def _bench(self, device: Device) -> Bench:
+        from conformance.bench import Bench
+        from conformance.subjects import resolve
+
+        given = self.subject
+        if self._key not in _BENCHES:
+            _BENCHES[self._key] = Bench(
+                resolve(given) if isinstance(given, str) else given,
+                device=device,
+                called=given if isinstance(given, str) else "",
+            )
+        return _BENCHES[self._key]
+
+    @property
+    def _key(self) -> int | str:
+        return self.subject if isinstance(self.subject, str) else id(self.subject)
 
     @staticmethod
     def _text(cell: Cell) -> str:

@@ -29,9 +29,10 @@ def parametrize(
     from conformance.plugin import Runner
 
     found = [subjects] if isinstance(subjects, Subject | str) else list(subjects)
-    chosen = select(tuple(checks), level=level, version=version or VERSION)
+    version = version or VERSION
+    chosen = select(tuple(checks), level=level, version=version)
     runners = [
-        pytest.param(Runner(subject, clause), id=f"{_name(subject)}::{clause.id}")
+        pytest.param(Runner(subject, clause, version), id=f"{_name(subject)}::{clause.id}")
         for subject in found
         for clause in chosen
     ]

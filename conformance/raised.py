@@ -1,7 +1,7 @@
 """What ends a check early, in words: an input that is missing, or code of the subject that failed.
 
 Each says what happened, where in the subject's own code, why it may be, and what to do. No
-verdicts; `engine.py` turns these into cells.
+verdicts; `bench.py` turns these into cells.
 """
 
 from __future__ import annotations

@@ -12,11 +12,14 @@ _GROUPS = 2
 def render(report: Report, *, verbose: bool = False) -> str:
     """All findings, then what did not run and why, then the counts."""
     lines = [line for cell in report.cells if cell.bad for line in _cell(cell)]
-    for verdict in ("xfail", "n/a", "blocked"):
-        lines += _others(report, verdict, verbose)
-    lines += [f"note {note}" for note in report.notes]
-    lines.append(summary(report))
-    return "\n".join(lines)
+    return "\n".join([*lines, *unsaid(report, verbose=verbose), summary(report)])
+
+
+def unsaid(report: Report, *, verbose: bool = False) -> list[str]:
+    """Lines on what has neither passed nor failed, with the reasons, and the notes."""
+    verdicts = ("xfail", "n/a", "blocked")
+    lines = [line for verdict in verdicts for line in _others(report, verdict, verbose)]
+    return [*lines, *(f"note {note}" for note in report.notes)]
 
 
 def cell_text(cell: Cell) -> str:

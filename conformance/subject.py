@@ -3,7 +3,7 @@
 A `Subject` is data. It says how to make a fresh adapter, what the native state dict looks like,
 what the Hugging Face side should look like, and what the adapter is allowed to do, each with a
 reason. What it does not supply makes the checks that need it n/a, never absent. Turning the loose
-inputs into templates is `template.py`; running checks is `engine.py`.
+inputs into templates is `template.py`; running checks is `bench.py`.
 """
 
 from __future__ import annotations

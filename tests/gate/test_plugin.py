@@ -105,6 +105,84 @@ def test_workers_share_nothing_and_agree(project: pytest.Pytester) -> None:
     run(project, "-n", "2").assert_outcomes(passed=3, failed=1, skipped=4)
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_a_green_line_does_not_say_is_said_below(
+    workers: str, project: pytest.Pytester
+) -> None:
+    """What did not run and why, what is noted, and the counts; workers hand it over."""
+    project.makepyfile(
+        test_mine=THIRD_PARTY.replace(
+            "native=right.native()),",
+            "native=right.native(), notes=('keys from the hub',)),",
+            1,
+        )
+    )
+    result = run(project, "-n", workers, "--junitxml=out.xml")
+    result.assert_outcomes(passed=3, failed=1, skipped=4)
+    no_list = "the subject supplies no HF key list and no reference"
+    result.stdout.fnmatch_lines(
+        [
+            "*= checkpoint conformance =*",
+            f"n/a     bad  keys.exact: {no_list}; expected to fail: unused here, which was not*",
+            f"n/a     bad  shapes.exact: {no_list}",
+            f"n/a     good  keys.exact, shapes.exact: {no_list}",
+            "note good: keys from the hub",
+            "8 cells (2 subjects x 4 checks, cpu): 3 pass · 1 fail · 4 n/a",
+            "contract 2026.12 · seed 20261201 · python * torch *",
+        ]
+    )
+    text = result.stdout.str()
+    assert text.count("keys from the hub") == text.count("8 cells (") == 1
+    # JUnit has a place of its own for words: the cells that travel are not repeated there.
+    assert "properties" not in {
+        child.tag
+        for case in ElementTree.parse(project.path / "out.xml").getroot().iter("testcase")
+        for child in case
+    }
+
+
+def test_a_long_list_below_is_cut_unless_asked_for(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        test_mine=THIRD_PARTY.replace(
+            "native=right.native()),",
+            "native=right.native(), notes=tuple(f'note {n}' for n in range(40))),",
+            1,
+        )
+    )
+    told = ("-k", "good and total")
+    for more, words in (
+        ((), ["note good: note 26", "… and 20 more lines (-v)", "1 cell (*"]),
+        (("-v",), ["note good: note 9", "1 cell (*"]),
+        (("-q",), ["contract *"]),
+    ):
+        result = run(project, *told, *more)
+        result.stdout.fnmatch_lines(words)
+    result.stdout.no_fnmatch_line("note good*")
+
+
+def test_github_gets_annotations_and_a_summary(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = project.path / "summary.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    result = run(project, "-n", "2", "-k", "total")
+    result.stdout.fnmatch_lines(["::error title=bad%3A%3Akeys.total::to_hf dropped 1 of 108*"])
+    assert "| keys.total | ❌ fail | ✅ pass |" in summary.read_text()
+
+
+def test_a_project_that_does_not_use_it_hears_nothing(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "summary.md"))
+    pytester.makepyfile("def test_light():\n    pass\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    assert "conformance" not in result.stdout.str().partition("plugins:")[2].partition("\n")[2]
+    assert not (pytester.path / "summary.md").exists()
+
+
 def test_the_suite_runs_on_a_subject_named_on_the_command_line(project: pytest.Pytester) -> None:
     result = run(
         project,
@@ -150,6 +228,7 @@ def test_cells_that_are_all_not_applicable_are_no_pass(project: pytest.Pytester)
     result = run(project, "--pyargs", "conformance", *chosen)
     assert result.ret == 5
     result.stdout.fnmatch_lines(["nothing was checked: that is not a pass"])
+    assert result.stdout.str().count("nothing was checked") == 1
 
 
 def test_an_expected_id_that_the_contract_does_not_have_fails(pytester: pytest.Pytester) -> None:

@@ -100,6 +100,10 @@ def test_json_holds_every_cell_and_finding() -> None:
     assert sum(content["counts"].values()) == len(REPORT.cells)
 
 
+def test_json_is_read_back_as_the_same_report() -> None:
+    assert as_json.parse(as_json.render(RESHARDED)) == RESHARDED
+
+
 def test_junit_counts_and_texts() -> None:
     root = ElementTree.fromstring(junit.render(REPORT))
     one, two = root.findall("testsuite")

@@ -1,0 +1,73 @@
+"""What pytest says of the cells below its own lines: reasons, notes and counts, and on GitHub too.
+
+A cell travels with the report of its test, so that xdist's workers hand it over. Nothing happens
+in a run without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conformance.verdict import Report
+
+# Reports of one cell each that the test which runs now has made.
+_RAN: list[str] = []
+# More lines than these above the counts are for `-v`.
+_LINES = 20
+
+
+def ran(report: Report) -> None:
+    """Keep the report of a cell for the test that ran it."""
+    from conformance import report_json
+
+    _RAN.append(report_json.render(report))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if _RAN:
+        # An attribute of ours, for JUnit files repeat `user_properties`; text, as xdist sends it.
+        vars(report)["ckpt_cells"] = [*_RAN]
+        _RAN.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    reports = [one for kind in terminalreporter.stats.values() for one in kind]
+    texts = [text for one in reports for text in getattr(one, "ckpt_cells", ())]
+    if not texts:
+        return
+    from conformance import report_github, report_json, report_text
+
+    found = _joined(map(report_json.parse, texts))
+    terminalreporter.section("checkpoint conformance")
+    verbose = config.get_verbosity()
+    lines = report_text.unsaid(found, verbose=verbose > 0) if verbose >= 0 else []
+    if verbose == 0 and len(lines) > _LINES:
+        lines[_LINES:] = [f"… and {len(lines) - _LINES} more lines (-v)"]
+    for line in (*lines, *report_text.summary(found).splitlines()):
+        terminalreporter.write_line(line)
+    if report_github.active():
+        terminalreporter.write_line(report_github.annotations(found))
+        report_github.write_summary(found)
+
+
+def _joined(reports: Iterable[Report]) -> Report:
+    """One report of all, in an order that does not depend on who ran what first."""
+    from conformance.contract import BY_ID
+
+    every = list(reports)
+    order = {check_id: number for number, check_id in enumerate(BY_ID)}
+    cells = [cell for one in every for cell in one.cells]
+    notes = {note for one in every for note in one.notes}
+    return replace(
+        every[0],
+        cells=tuple(sorted(cells, key=lambda cell: (cell.subject, order[cell.check]))),
+        notes=tuple(sorted(notes)),
+    )
