@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from string import ascii_lowercase, digits
 from typing import TYPE_CHECKING, TypeVar
 
 from conformance.template import Leaf
@@ -192,7 +193,12 @@ def states() -> SearchStrategy[dict[str, Leaf]]:
         st.lists(st.integers(0, 5), max_size=4).map(tuple),
         st.sampled_from(_DTYPES),
     )
-    key = st.from_regex(r"[a-z]{1,3}(\.[0-9]{1,2}){0,2}\.[a-z_]{1,8}", fullmatch=True)
+    # Without an alphabet a table of all characters is made first, which takes a second.
+    key = st.from_regex(
+        r"[a-z]{1,3}(\.[0-9]{1,2}){0,2}\.[a-z_]{1,8}",
+        fullmatch=True,
+        alphabet=ascii_lowercase + digits + "._",
+    )
     return st.dictionaries(key, leaf, min_size=1, max_size=6)
 
 

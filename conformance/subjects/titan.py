@@ -171,6 +171,9 @@ def _spec(name: str, model: str, flavor: str, arguments: Mapping[str, Any]) -> A
                 code="check.no-subject",
                 what=f"torchtitan's {model} cannot be imported",
                 cause=str(error),
+                fix=f"install the package that provides {error.name!r}, or name another model"
+                if error.name
+                else "name another model",
             )
         ) from error
     registry = module.model_registry

@@ -12,6 +12,7 @@ import pytest
 
 from conformance import Report, check
 from conformance.subjects import resolve, titan
+from torchtitan_ckpt.errors import NotFoundError
 
 pytest.importorskip("torchtitan", reason="wants the extra 'titan'")
 
@@ -126,6 +127,17 @@ def test_a_search_may_draw_other_numbers_of_layers(number: int) -> None:
 
 def _layer(key: str) -> int:
     return int(key.split(".")[1]) if key.startswith("layers.") else -1
+
+
+def test_a_model_that_cannot_be_imported_says_what_is_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'fla'", name="fla")
+
+    monkeypatch.setattr(titan.importlib, "import_module", fails)
+    with pytest.raises(NotFoundError, match="install the package that provides 'fla'"):
+        resolve("titan:llama3/debugmodel")
 
 
 class SixLayers(Llama3StateDictAdapter):
