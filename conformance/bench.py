@@ -94,6 +94,12 @@ class Bench:
             self.cells[clause.id] = self._run(clause)
         return self.cells[clause.id]
 
+    def behind(self, cell: Cell) -> tuple[Cell, ...]:
+        """The failures of this bench where a cell is blocked: nobody may have asked for them."""
+        if cell.verdict != "blocked":
+            return ()
+        return tuple(one for one in self.cells.values() if one.verdict in ("fail", "error"))
+
     def _run(self, clause: Check) -> Cell:
         begin = time.perf_counter()
         missing = self._missing(clause)

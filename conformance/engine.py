@@ -92,12 +92,16 @@ def check(
     notes: list[str] = []
     while benches:  # a bench that is done gives back its memory
         bench = benches.pop(0)
+        mine: dict[str, Cell] = {}
         for clause in chosen:
             if progress:
                 at = f"{bench.subject.name}::{clause.id}"
-                progress(at, len(cells), len(resolved) * len(chosen))
+                progress(at, len(cells) + len(mine), len(resolved) * len(chosen))
             with one_thread():
-                cells.append(bench.run(clause))
+                mine[clause.id] = bench.run(clause)
+        # A run is not clean where what it asked for waits for a check that fails.
+        mine |= {one.check: one for cell in [*mine.values()] for one in bench.behind(cell)}
+        cells += mine.values()
         notes += bench.notes
     return Report(
         cells=tuple(cells),

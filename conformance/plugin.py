@@ -140,15 +140,20 @@ def _spread(names: list[str]) -> Iterator[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """The exit code of `torchtitan-ckpt check`, where every cell is n/a or blocked."""
+    """The exit code of `torchtitan-ckpt check`, where every cell is n/a, or a check that was not
+    asked for fails and blocks those that were."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if exitstatus == pytest.ExitCode.OK and _nothing_ran(reporter, session.config):
+    if exitstatus != pytest.ExitCode.OK or reporter is None:
+        return
+    if pytest_report.unasked(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif _nothing_ran(reporter, session.config):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def _nothing_ran(reporter: Any, config: pytest.Config) -> bool:
     """Whether subjects were named on the command line, and all that was run is skipped."""
-    if reporter is None or not config.getoption("--ckpt-subject"):
+    if not config.getoption("--ckpt-subject"):
         return False
     found = {kind for kind, reports in reporter.stats.items() if kind and reports}
     return "skipped" in found and not found & {"passed", "failed", "error", "xfailed", "xpassed"}
@@ -165,7 +170,7 @@ class Runner:
     def __call__(self) -> Cell:
         report = self.report()
         pytest_report.ran(report)
-        (cell,) = report.cells
+        cell = report.cells[0]
         if cell.verdict in ("n/a", "blocked"):
             pytest.skip(f"{cell.verdict}: {cell.reason}")
         if cell.verdict == "xfail":
@@ -175,7 +180,7 @@ class Runner:
         return cell
 
     def report(self) -> Report:
-        """Run the check on this process's bench for the subject."""
+        """Run the check on this process's bench for the subject: its cell, and what blocks it."""
         from conformance.bench import SEED, one_thread, unusable
         from conformance.engine import device_under_test
         from conformance.subject import place_of
@@ -186,18 +191,19 @@ class Runner:
         device = device_under_test(_CHOSEN["device"])
         name = self.subject if isinstance(self.subject, str) else self.subject.name
         notes: tuple[str, ...] = ()
+        behind: tuple[Cell, ...] = ()
         try:
             bench = self._bench(device)
             with one_thread():
                 cell = bench.run(self.clause)
-            notes = bench.notes
+            notes, behind = bench.notes, bench.behind(cell)
         except CheckpointError as error:
             again = f"torchtitan-ckpt check {shlex.quote(name)} --check {self.clause.id}"
             cell = unusable(error, name, self.clause, _UNUSABLE.setdefault(self._key, {}), again)
         if not isinstance(self.subject, str) and not place_of(self.subject):
             cell = _by_its_test(cell)
         return Report(
-            cells=(cell,),
+            cells=(cell, *behind),
             seed=SEED,
             contract=self.version,
             device=device.label,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conformance.verdict import Report
+    from conformance.verdict import Cell, Report
 
-# Reports of one cell each that the test which runs now has made.
+# What the test which runs now has made: reports of its cell, and of the failures that block it.
 _RAN: list[str] = []
 # More lines than these above the counts are for `-v`.
 _LINES = 20
@@ -38,15 +38,24 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    reports = [one for kind in terminalreporter.stats.values() for one in kind]
-    texts = [text for one in reports for text in getattr(one, "ckpt_cells", ())]
-    if not texts:
-        return
-    from conformance import report_github, report_json, report_text
+def unasked(terminalreporter: Any) -> list[Cell]:
+    """Cells that fail and were no test of this run, and block one that was."""
+    reports = _found(terminalreporter)
+    asked = {report.cells[0].id for report in reports}
+    behind = {cell.id: cell for report in reports for cell in report.cells[1:]}
+    return [cell for cell_id, cell in behind.items() if cell_id not in asked]
 
-    found = _joined(map(report_json.parse, texts))
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    reports = _found(terminalreporter)
+    if not reports:
+        return
+    from conformance import report_github, report_text
+
+    found = _joined(reports)
     terminalreporter.section("checkpoint conformance")
+    for cell in unasked(terminalreporter):
+        terminalreporter.write_line(report_text.cell_text(cell))
     verbose = config.get_verbosity()
     lines = report_text.unsaid(found, verbose=verbose > 0) if verbose >= 0 else []
     if verbose == 0 and len(lines) > _LINES:
@@ -58,13 +67,24 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         report_github.write_summary(found)
 
 
+def _found(terminalreporter: Any) -> list[Report]:
+    """The reports of the cells that ran, in their order: a test's own cell is the first."""
+    tests = [one for kind in terminalreporter.stats.values() for one in kind]
+    texts = [text for one in tests for text in getattr(one, "ckpt_cells", ())]
+    if not texts:
+        return []
+    from conformance import report_json
+
+    return [report_json.parse(text) for text in texts]
+
+
 def _joined(reports: Iterable[Report]) -> Report:
     """One report of all, in an order that does not depend on who ran what first."""
     from conformance.contract import BY_ID
 
     every = list(reports)
     order = {check_id: number for number, check_id in enumerate(BY_ID)}
-    cells = [cell for one in every for cell in one.cells]
+    cells = {cell.id: cell for one in every for cell in one.cells}.values()
     notes = {note for one in every for note in one.notes}
     return replace(
         every[0],

@@ -35,6 +35,17 @@ def test_clean_is_0_and_findings_are_1(capsys: pytest.CaptureFixture[str]) -> No
     assert "2 cells" in out
 
 
+def test_a_failing_check_that_nobody_asked_for_is_told_where_it_blocks_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Clean beside blocked would be a pass of what nobody has looked at."""
+    asked = ("--check", "values.drawn", "--check", "keys.layers")
+    assert main(["check", f"{HERE}:BAD", *asked]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL keys.total" in out
+    assert "1 pass · 1 fail · 1 blocked" in out
+
+
 def test_a_list_is_all_of_its_subjects(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{HERE}:BOTH", "--check", "keys.total"]) == 1
     out = capsys.readouterr().out

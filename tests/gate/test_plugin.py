@@ -97,6 +97,21 @@ def test_a_list_of_subjects_is_named_as_one(project: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_waits_for_a_failing_check_is_no_pass(project: pytest.Pytester, workers: str) -> None:
+    """Nobody asked for the check that fails; those that were asked for did not run for it."""
+    project.makepyfile(
+        test_mine=THIRD_PARTY.replace('"keys.total", "keys.exact", ', '"values.*", ')
+    )
+    result = run(project, "-k", "bad", "-n", workers)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    outcomes = result.parseoutcomes()
+    assert outcomes.get("failed", 0) == 0
+    assert outcomes["skipped"] > 0
+    result.stdout.fnmatch_lines(["*FAIL keys.total*", "*hash.table*"])
+    assert result.stdout.str().count("FAIL keys.total") == 1
+
+
 def test_k_selects_by_check_and_subject(project: pytest.Pytester) -> None:
     run(project, "-k", "good and total").assert_outcomes(passed=1, deselected=7)
 
