@@ -17,7 +17,7 @@ LENGTH = 3  # steps in a life that nobody ends
 
 def truth_of(lab, size, until):
     ranks = lab.ranks(rank_jobs.record, size, until)
-    return [child.wait() for child in ranks]
+    return [child.wait(60 + 2 * until) for child in ranks]
 
 
 def restart(lab, size, folder, truth):
