@@ -9,11 +9,18 @@
 # PYTHON names the interpreter (default: python3; 3.11 or newer) that holds torch, torch_npu where
 # there are NPUs, and the packages in pyproject.toml. The project need not be installed; neither the
 # network nor transformers nor torchtitan is needed.
+# Under torchrun (torchrun --no-python --nproc-per-node N bash scripts/on_device.sh ...) the first
+# rank runs the tests, which start ranks of their own on all devices; the others leave at once.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
 report=on_device_report.txt
+if [ -n "${TORCHELASTIC_RUN_ID:-}" ]; then
+    [ "${RANK:-0}" = 0 ] || exit 0
+    unset RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE \
+        GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "${!TORCHELASTIC_@}"
+fi
 while [ $# -gt 0 ]; do
     case $1 in
         --device) export TORCHTITAN_CKPT_DEVICE=${2:?npu, cuda or cpu} && shift 2 ;;

@@ -32,7 +32,37 @@ def test_help_is_the_comment_at_its_top() -> None:
     code, out = on_device(ROOT, "--help")
     assert code == 0
     assert "bash scripts/on_device.sh [--device npu|cuda|cpu]" in out
-    assert out.rstrip().endswith("is needed.")
+    assert out.rstrip().endswith("the others leave at once.")
+
+
+def test_under_torchrun_one_rank_runs_the_tests_with_ranks_of_their_own(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # which has no tests to run
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] && env | grep -E "RANK|WORLD|MASTER|ELASTIC" && exit 1\n'
+        f'[ "$1" = -m ] && echo ran >> {tmp_path}/runs && exit 0\nexec {sys.executable} "$@"'
+    )
+    python.chmod(0o755)
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "bash",
+    ]
+    words = [str(ROOT / "scripts/on_device.sh"), "--device", "cpu", "--report", f"{tmp_path}/out"]
+    done = subprocess.run(
+        [sys.executable, *launch, *words],
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs").read_text() == "ran\n"
+    assert "exit code of pytest: 0" in (tmp_path / "out").read_text()
 
 
 def test_a_python_that_is_too_old_or_not_there_is_named() -> None:
