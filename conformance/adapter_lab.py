@@ -7,9 +7,7 @@ What ranks do is `conformance/adapted.py`; no verdicts here.
 from __future__ import annotations
 
 import functools
-import os
 import pickle
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +37,6 @@ class AdapterLab:
         self.cases = _cases(lab.subject, self.pool.size)
         if not self.cases:
             raise NotApplicable("the subject's degrees split no tensors")
-        if _runs_again():
-            raise NotApplicable(
-                "rank processes would run the main script again: it has no "
-                'if __name__ == "__main__"'
-            )
         self._kind = lab.device.kind.value
         self._ticket = _ticket(lab.subject, found)
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-gate-")
@@ -92,15 +85,6 @@ def _cases(subject: Subject, ranks: int) -> list[Case]:
     wanted = [case_of(one, ranks) for one in subject.degrees] or usual
     flat = [Case(replace(case.degrees, pp=1)) for case in wanted]
     return list({case.name: case for case in flat if case.ranks > 1}.values())
-
-
-def _runs_again() -> bool:
-    """Whether a new process, which imports the main script, would run what this one runs."""
-    main = sys.modules["__main__"]
-    if str(getattr(getattr(main, "__spec__", None), "name", "")).endswith("__main__"):
-        return False  # `python -m package`, which multiprocessing leaves alone
-    path = getattr(main, "__file__", None)
-    return bool(path and os.path.isfile(path) and b"__name__" not in Path(path).read_bytes())
 
 
 def _ticket(subject: Subject, found: str) -> bytes:

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -135,7 +136,12 @@ class ManagerLab:
 
 @functools.cache
 def pool_on(kind: DeviceKind) -> RankPool:
-    """The ranks of this process on a kind of device; on an accelerator each has one of its own."""
+    """The ranks of this process on a kind of device; on an accelerator each has one of its own.
+
+    Raises `NotApplicable` where none could start.
+    """
+    if why := why_no_rank_starts():
+        raise NotApplicable(why)
     if kind is DeviceKind.CPU:
         return shared_pool()
     device = Device(kind)
@@ -143,6 +149,20 @@ def pool_on(kind: DeviceKind) -> RankPool:
     pool = RankPool(count, backend=device.backend, start_method="spawn")
     atexit.register(pool.close)
     return pool
+
+
+def why_no_rank_starts() -> str:
+    """What is wrong with the main script, which every new process imports, or an empty string."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    # `python -m package` is left alone by multiprocessing.
+    if path is None or getattr(main.__spec__, "name", "").endswith("__main__"):
+        return ""
+    if not os.path.isfile(path):
+        return f"rank processes import the main script, and {path} is no file: write it into one"
+    if b"__name__" not in Path(path).read_bytes():
+        return 'rank processes would run the main script again: it has no if __name__ == "__main__"'
+    return ""
 
 
 def _on(kind: str, fn: Callable[..., T], *args: Any) -> T:

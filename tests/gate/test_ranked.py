@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from conformance import Subject, check
-from conformance.adapter_lab import _runs_again
 from conformance.contract import BY_ID
 from conformance.engine import Bench, one_thread
+from conformance.manager_lab import why_no_rank_starts
 from conformance.subjects import families
 from conformance.subjects.configs import CONFIGS
 from tests.gate.detection import ON_RANKS, named
@@ -151,15 +153,39 @@ def test_a_script_without_a_guard_is_not_run_again(
 ) -> None:
     script = tmp_path / "mine.py"
     script.write_text("check(mine)\n")
-    monkeypatch.setattr("sys.modules", {"__main__": type("main", (), {"__file__": str(script)})})
-    assert _runs_again()
+    main = SimpleNamespace(__file__=str(script), __spec__=None)
+    monkeypatch.setattr("sys.modules", {"__main__": main})
+    assert "would run the main script again" in why_no_rank_starts()
     script.write_text('if __name__ == "__main__":\n    check(mine)\n')
-    assert not _runs_again()
-    monkeypatch.setattr(
-        sys.modules["__main__"], "__spec__", ModuleSpec("pkg.__main__", None), raising=False
-    )
+    assert why_no_rank_starts() == ""
+    main.__spec__ = ModuleSpec("pkg.__main__", None)
     script.write_text("check(mine)\n")
-    assert not _runs_again()
+    assert why_no_rank_starts() == ""
+
+
+@pytest.mark.parametrize("asked", ["reshard.shapes", "optimizer.none"])
+def test_a_program_on_stdin_is_told_that_ranks_cannot_start(asked: str) -> None:
+    """Multiprocessing would look for a file of the name <stdin>, in every rank."""
+    subject = "ADAPTER" if asked == "reshard.shapes" else "MANAGER"
+    program = (
+        "from conformance import Subject, check\n"
+        "from tests.specimens.right import Right, native\n"
+        "from torchtitan_ckpt import CheckpointManager\n"
+        "ADAPTER = Subject('one', Right, native())\n"
+        "MANAGER = Subject('two', manager=CheckpointManager)\n"
+        f"(cell,) = check({subject}, checks=[{asked!r}]).cells\n"
+        "print(cell.verdict, cell.reason)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.startswith("n/a rank processes import the main script")
+    assert "<stdin> is no file" in done.stdout
 
 
 class RaisesOnOneRank(Edited):
