@@ -274,7 +274,7 @@ def _known_version(version: str) -> None:
             Problem(
                 code="check.unknown-contract",
                 what=f"no version {version!r} of the contract is known here",
-                expected=f"{every[0]} to {every[-1]}",
+                expected=" to ".join(dict.fromkeys((every[0], every[-1]))),
                 fix=f"name one of {', '.join(every)}, or install a newer torchtitan-ckpt",
             )
         )

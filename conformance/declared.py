@@ -48,6 +48,7 @@ def _wordless(subject: Subject, word: str, what: str) -> Problem:
         what=what,
         where=f"subject {subject.name}",
         expected=f'{{"a key": "its {word}"}}',
+        fix=f"say the {word}, or leave the entry out",
     )
 
 

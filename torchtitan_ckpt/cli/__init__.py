@@ -45,8 +45,7 @@ VERBS = {
 
 # What a shell gives for a process that SIGPIPE ended: nobody saw what was found.
 _PIPE_CLOSED = 141
-
-
+# And for one that Ctrl-C ended.
 _INTERRUPTED = 130
 
 
