@@ -60,6 +60,7 @@ LEVELS = {
 RUNS = {"to_hf": "keys.leaves", "from_hf": "keys.import"}
 _HF, _REF = ("adapter", "native", "hf"), ("adapter", "native", "reference")
 _OUT, _JOB = ("to_hf",), ("job",)
+_SEED = ("seed.alone",)
 _PINNED = ("values.pinned-export", "values.pinned-import", "values.provenance")
 # What a search would only find again.
 _WHOLE = (
@@ -157,8 +158,9 @@ CONTRACT: tuple[Check, ...] = (
         after=("reshard.full",),
     ),
     _manager("reshard.hf", "HF files hold the whole model under every split."),
-    _manager("seed.ranks", "A seed of one rank loads under every split."),
-    _manager("seed.fresh", "A seed gives the model only."),
+    _manager("seed.alone", "One process makes a seed and waits for nobody."),
+    _manager("seed.ranks", "A seed of one rank loads under every split.", after=_SEED),
+    _manager("seed.fresh", "A seed gives the model only.", after=_SEED),
     _manager("seed.one-rank", "A seed made by several ranks raises.", after=("seed.fresh",)),
     _manager(
         "seed.other-model",
@@ -173,6 +175,8 @@ CONTRACT: tuple[Check, ...] = (
     _manager("resume.initial", "initial_load_path starts a job that has no step."),
     _manager("resume.model-only", "A model-only last step hides no full one."),
     _manager("resume.uninterrupted", "Two resumes equal the job never stopped."),
+    _manager("resume.again", "A second load gives what it names, as the first."),
+    _manager("resume.replicas", "A replica's own record is of the step that is loaded."),
     _manager("resume.stream", "The data goes on in the middle of its sample."),
     _manager("resume.async", "An async save holds the state at the call."),
     _manager("resume.pinned", "So does one staged in pinned memory."),

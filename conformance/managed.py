@@ -33,7 +33,9 @@ class Manager(Protocol):
 
     `optimizers` and `lr_schedulers` are lists of torch's own. Refusing is raising, from `Config`,
     the constructor or a method. `maybe_wait_for_staging` and `maybe_wait_for_saving` are called
-    where a trainer calls them, if the manager has them.
+    where a trainer calls them, if the manager has them. A constructor with an argument `replica`
+    is given, for one clause, a replica of the job as TorchFT runs them: its `id`, a word, and
+    `participating_rank()`, which is 0 for the one that saves full checkpoints.
     """
 
     def save(self, curr_step: int, last_step: bool = False) -> Any: ...
@@ -101,6 +103,7 @@ def opened(
     adapter: Any = None,
     states: Any = None,
     dataloader: Any = None,
+    replica: Any = None,
     **options: Any,
 ) -> Iterator[Opened]:
     """The manager over a job, closed at the end, what it still writes finished before.
@@ -108,6 +111,8 @@ def opened(
     `states` are further ones, and `dataloader` one in place of the job's.
     """
     parts = job.for_manager(folder, sd_adapter=adapter, states=states)
+    if replica is not None:
+        parts["replica"] = replica
     if dataloader is not None:
         parts["dataloader"] = dataloader
     found = Opened(manager, parts, options)
@@ -215,7 +220,13 @@ def due(job: Job, name: str, expected: Mapping[str, Any]) -> list[str]:
 
 
 def differences(
-    job: Job, at: Mapping[str, int], *, remedy: str, coordinate: str = "", what: str = ""
+    job: Job,
+    at: Mapping[str, int],
+    *,
+    remedy: str,
+    cause: str = "",
+    coordinate: str = "",
+    what: str = "",
 ) -> list[Finding]:
     """A finding for each state that is not what `at` says it should be."""
     out = []
@@ -236,6 +247,7 @@ def differences(
                 if name == "dataloader"
                 else brief(expected[first]),
                 actual=str(job.position) if name == "dataloader" else brief(state.get(first)),
+                cause=cause,
                 remedy=remedy,
                 oracle=f"the same job, never split and never stopped, after {steps} steps",
             )

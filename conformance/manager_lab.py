@@ -94,13 +94,16 @@ class ManagerLab:
             self._once[key] = make()
         return self._once[key]  # type: ignore[no-any-return]
 
-    def run(self, fn: Callable[..., T], ranks: int, *args: Any) -> list[T]:
-        """`fn(manager, *args)` on each rank; ManagerFailed when the manager fails there."""
+    def run(
+        self, fn: Callable[..., T], ranks: int, *args: Any, timeout: float = TIMEOUT
+    ) -> list[T]:
+        """`fn(manager, *args)` on each rank; ManagerFailed when the manager fails there, or has
+        not done in `timeout` seconds."""
         if ranks > self.pool.size:
             raise NotApplicable(f"it wants {ranks} ranks, and there are {self.pool.size} devices")
         try:
             kind = self.device.kind.value
-            return self.pool.run(_on, ranks, kind, fn, self.manager, *args, timeout=TIMEOUT)
+            return self.pool.run(_on, ranks, kind, fn, self.manager, *args, timeout=timeout)
         except RanksFailed as error:
             ours = error.first.kind == "raised" and not isinstance(error.first.error, ManagerRaised)
             if ours:

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from conformance.checks.resume_async import async_, async_error, async_load, begun, modes, pinned
+from conformance.checks.resume_replicas import replicas
 from conformance.checks.resume_saves import MARKER, export_dtype, overwrite, retention
 from conformance.checks.resume_stream import stream
 from conformance.jobs import STATES, value_of
@@ -27,6 +28,7 @@ NEWEST = STEPS["step-10"]
 _WHOLE_NAME = "take for a step what is a folder and called step-<number>, from first to last letter"
 
 __all__ = [
+    "again",
     "async_",
     "async_error",
     "async_load",
@@ -41,6 +43,7 @@ __all__ = [
     "newest",
     "overwrite",
     "pinned",
+    "replicas",
     "retention",
     "stream",
     "unfinished",
@@ -222,6 +225,11 @@ def uninterrupted(lab: Lab) -> Iterator[Finding]:
     yield from lab.managers.findings(_stop_twice, 1, lab.managers.folder())
 
 
+def again(lab: Lab) -> Iterator[Finding]:
+    """One manager loads one step after another, as a trainer does that goes back."""
+    yield from lab.managers.findings(_load_one_after_another, 1, lab.managers.saved_steps())
+
+
 def _is_newest(
     lab: ManagerLab, folder: str, name: str, what: str, remedy: str
 ) -> Iterator[Finding]:
@@ -251,6 +259,18 @@ def _full_then_model_only(manager: Any, folder: str) -> None:
         found.save(1)
         job.train()
         found.save(2, last_step=True)
+
+
+def _load_one_after_another(manager: Any, folder: str) -> list[Finding]:
+    job = start(OWN)
+    remedy = "leave nothing behind after a load that a second one would meet"
+    with opened(manager, job, folder, load_only=True) as found:
+        for step in ("step-10", "step-9", "step-10"):
+            found.load(int(step.removeprefix("step-")))
+            due = dict.fromkeys(STATES, STEPS[step])
+            if out := differences(job, due, coordinate=step, remedy=remedy):
+                return out
+    return []
 
 
 def _stop_twice(manager: Any, folder: str) -> list[Finding]:

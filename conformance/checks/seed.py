@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from conformance.degrees import Case
 from conformance.jobs import Job, small_table
 from conformance.lab import Lab
 from conformance.managed import ManagerRaised, brief, differences, opened
-from conformance.manager_lab import ManagerLab, case_of
+from conformance.manager_lab import TIMEOUT, ManagerLab, case_of
 from conformance.reference import Leaf
 from conformance.verdict import Finding
 
+ALONE = 30.0  # seconds; a seed of this size takes a tenth of one
 _NORM, _EXTRA = "layers.4.attention.q_norm.weight", "layers.3.extra.weight"
+
+
+def alone(lab: Lab) -> Iterator[Finding]:
+    """One process makes a seed without the set-up of a job on many: nobody is there to wait for.
+
+    A manager that waits longer than `ALONE` has failed.
+    """
+    made = Path(_seed(lab.managers, ALONE), "checkpoint", "step-0")
+    if not made.is_dir():
+        yield Finding(
+            what="one process was told to make a seed, and made none",
+            keys=("create_seed_checkpoint",),
+            expected="the folder checkpoint/step-0",
+            actual=", ".join(sorted(p.name for p in made.parent.glob("*"))) or "nothing",
+            cause="the option is dropped, or the step is not due",
+            remedy="save step 0 where create_seed_checkpoint is on, whatever the interval",
+        )
 
 
 def ranks(lab: Lab) -> Iterator[Finding]:
@@ -67,10 +86,10 @@ def other_model(lab: Lab) -> Iterator[Finding]:
             )
 
 
-def _seed(lab: ManagerLab) -> str:
+def _seed(lab: ManagerLab, timeout: float = TIMEOUT) -> str:
     def make() -> str:
         folder = lab.folder()
-        lab.run(_make, 1, folder)
+        lab.run(_make, 1, folder, timeout=timeout)
         return folder
 
     return lab.once("seed", make)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -27,6 +29,7 @@ TITAN: Mapping[str, str] = {
     "resume.names": "step-(\\d+) is searched anywhere in a folder's name",
     "resume.half-deleted": "a folder with .metadata in it counts as complete",
     "resume.model-only": "the newest step of any kind is taken, and its load then fails",
+    "resume.replicas": "TorchFT's manager takes the newest record of the data, of whichever step",
     "resume.stream": "each element of a list is a key, and a fresh loader's list has none",
     "resume.begun": "for keep_latest_k a step counts as soon as its folder is there",
     "resume.overwrite": "files are written over those of the old step, whose marker stays",
@@ -65,16 +68,21 @@ def subject(name: str) -> Subject:
 
 
 class TitanManager:
-    """torchtitan's manager, given its own containers around the optimizers and the schedulers."""
+    """torchtitan's manager, given its own containers around the optimizers and the schedulers.
 
-    def __init__(self, config: Any, **job: Any) -> None:
+    With a replica it is the manager of torchtitan's experiment with TorchFT, which itself is not
+    needed for it.
+    """
+
+    def __init__(self, config: Any, *, replica: Any = None, **job: Any) -> None:
         from torchtitan.components.checkpoint import CheckpointManager as Theirs
 
-        optimizers = _optimizers(job["optimizers"], job["model_parts"])
-        schedulers = _schedulers(job["lr_schedulers"])
-        self._manager = Theirs(
-            config, **{**job, "optimizers": optimizers, "lr_schedulers": schedulers}
-        )
+        job["optimizers"] = _optimizers(job["optimizers"], job["model_parts"])
+        job["lr_schedulers"] = _schedulers(job["lr_schedulers"])
+        if replica is None:
+            self._manager = Theirs(config, **job)
+        else:
+            self._manager = _replicated(config, replica, job)
 
     @staticmethod
     def Config(**options: Any) -> Any:
@@ -84,6 +92,17 @@ class TitanManager:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
+
+
+def _replicated(config: Any, replica: Any, job: dict[str, Any]) -> Any:
+    from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager as Theirs
+
+    inner = SimpleNamespace(
+        participating_rank=replica.participating_rank, set_state_dict_fns=lambda *functions: None
+    )
+    torchft: Any = SimpleNamespace(enabled=True, manager=inner, replica_id=replica.id)
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    return Theirs(Theirs.Config(**options), **job, ft_manager=torchft)
 
 
 def _optimizers(optimizers: Sequence[Optimizer], parts: Sequence[nn.Module]) -> Any:

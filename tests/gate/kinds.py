@@ -1,9 +1,9 @@
-"""The table of the kinds of fault: which check catches which, and why some are no check's.
+"""The table of the kinds of fault: which check catches which.
 
     python -m tests.gate.kinds
 
-writes `docs/kinds.md` again: ids, words and reasons are those that stand there, the checks are
-those that the specimens of a kind are named for.
+writes `docs/kinds.md` again: ids and words are those that stand there, the checks are those that
+the specimens of a kind are named for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROW = re.compile(r"\| ([A-Z][A-Z0-9]{2}-\d\d) \| (.+?) \| (.*) \|")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind. `told` is what the page says of it: the checks in backquotes, or a reason."""
+    """One kind. `told` is what the page says of it: the checks in backquotes."""
 
     id: str
     words: str
@@ -34,15 +34,11 @@ class Row:
     @property
     def named(self) -> list[str]:
         """The checks on the page."""
-        return [] if self.reason else re.findall(r"`(.+?)`", self.told)
-
-    @property
-    def reason(self) -> str:
-        return "" if self.told.startswith("`") else self.told
+        return re.findall(r"`(.+?)`", self.told)
 
     def __str__(self) -> str:
         caught = ", ".join(f"`{check}`" for check in self.checks)
-        return f"| {self.id} | {self.words} | {caught or self.reason} |"
+        return f"| {self.id} | {self.words} | {caught} |"
 
 
 def rows(page: str) -> list[Row]:

@@ -31,10 +31,12 @@ reshard.full            ShardsOfTheNeighbour           tok_embeddings.weight   G
 reshard.full            MomentsNotResharded            exp_avg                 GEO-08
 reshard.full            MomentsUnderOtherNames         layers.11.attention.wo  OPT-18
 reshard.full            BufferOfTheFirstRankOnly       tid2eid                 GEO-01
+reshard.full            EqualShardsAreCopies           layers.1.attention_norm  GEO-06
 reshard.next-step       RatesFromWhereItStopped        .lr                     REF-01
 reshard.dataloader      PositionDropped                dataloader              DAT-01
 reshard.replicas        RanksNotCompared               extra.value             GEO-01, DAT-05
 reshard.hf              ExportsShardByShard            w1.weight  FUS-01, LAY-01, HFS-07
+seed.alone              SeedWaitsForOthers             no answer in             SEL-04
 seed.ranks              SeedOnTheFirstRankOnly         tok_embeddings.weight   GEO-01, GEO-12
 seed.fresh              SeedWithPosition               dataloader              SEL-08
 seed.one-rank           SeedByMany                     create_seed_checkpoint  SEL-07
@@ -52,6 +54,8 @@ resume.initial          InitialPathWins                initial_load_path       S
 resume.initial          WithoutAdapterFromScratch      initial_load_in_hf      BUF-01
 resume.model-only       ModelOnlyIsAStep               step-2                  STP-02
 resume.uninterrupted    SecondResumeIsTheFirst         dataloader              REF-05, DAT-02
+resume.again            CopyCallsItself                recursion               OPT-09
+resume.replicas         NewestRecordOfTheReplica       dataloader              STP-01
 resume.stream           EpochFromTheBeginning          dataloader              DAT-03
 resume.stream           RestOfTheSampleLost            dataloader              DAT-03
 resume.stream           ListsAsLongAsTheTargets        dataloader              DAT-04
@@ -95,6 +99,8 @@ optimizer.emptied       EmptiedIsZeros                 exp_avg                 O
 """
 # What others see too.
 _SHARED = """
+seed.alone              SeedOnlyWithAnExport           create_seed_checkpoint  SEL-06
+reshard.full            PlainTensorsRefused            is no DTensor           STR-03
 resume.newest           NewestAsText                   model                   STP-06
 resume.uninterrupted    SchedulerForgotten             lr_scheduler            DAT-06
 resume.uninterrupted    MomentsForgotten               exp_avg                 OPT-07

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from conformance.checks.seed import ALONE
 from tests.specimens.edited import KEY, TABLE, Edited, local
 from torchtitan_ckpt import CheckpointManager
 from torchtitan_ckpt.errors import CheckpointError
@@ -57,6 +60,27 @@ class RatesFromWhereItStopped(Edited):
         if self.resharded:
             for scheduler in self.job["lr_schedulers"]:
                 scheduler.base_lrs = [g["lr"] for g in scheduler.optimizer.param_groups]
+
+
+class EqualShardsAreCopies(Edited):
+    """Of what all shards have alike, the first is taken for the whole: the other rows stay."""
+
+    def load(self, step: int = -1) -> Any:
+        before = {name: local(p.detach()).clone() for name, p, _ in self.parameters()}
+        loaded = self.inner.load(step)
+        for name, parameter, _ in self.parameters() if self.resharded else ():
+            mine = local(parameter.detach())
+            if dist.get_rank() and mine.dim() == 1 and mine.unique().numel() == 1 < mine.numel():
+                mine.copy_(before[name])
+        return loaded
+
+
+class PlainTensorsRefused(Edited):
+    def load(self, step: int = -1) -> Any:
+        for name, parameter, _ in self.parameters() if dist.get_world_size() > 1 else ():
+            if not isinstance(parameter, DTensor) and not self.seeded:
+                raise TypeError(f"{name} is no DTensor, and has no mesh")
+        return self.inner.load(step)
 
 
 class PositionDropped(Edited):
@@ -135,6 +159,26 @@ class SeedOnTheFirstRankOnly(Edited):
         if self.seeded and dist.get_rank() and mine is not None:
             local(mine).copy_(before)
         return loaded
+
+
+class SeedWaitsForOthers(Edited):
+    """Sets up what a job on several ranks needs, and makes the seed when nobody has come."""
+
+    def configured(self, config: Any) -> Any:
+        if config.create_seed_checkpoint and dist.get_world_size() == 1:
+            with contextlib.suppress(dist.DistStoreError):
+                patience = timedelta(seconds=ALONE + 10)
+                dist.TCPStore("localhost", 0, 2, is_master=True, timeout=patience)
+        return config
+
+
+class SeedOnlyWithAnExport(Edited):
+    """An option that has nothing to do with seeds decides whether there is one."""
+
+    def save(self, step: int, last_step: bool = False) -> Any:
+        config = self.inner.config
+        seeds = config.create_seed_checkpoint and not config.last_save_in_hf
+        return False if seeds and dist.get_world_size() == 1 else self.inner.save(step, last_step)
 
 
 class SeedWithPosition(Edited):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.specimens.edited import Edited
+from torchtitan_ckpt.folder import list_steps
 from torchtitan_ckpt.formats import dcp
 
 
@@ -172,3 +176,32 @@ class OptimizerWithoutScheduler(Edited):
         names = config.exclude_from_loading
         more = ["lr_scheduler"] if "optimizer" in names and "lr_scheduler" not in names else []
         return replace(config, exclude_from_loading=[*names, *more])
+
+
+class NewestRecordOfTheReplica(Edited):
+    """What a replica knows of its data is of its newest step, the rest of the newest full one."""
+
+    def __init__(self, config: Any, *, replica: Any = None, **job: Any) -> None:
+        super().__init__(config, replica=replica, **job)
+
+    def loaded(self) -> None:
+        record = self.inner._replica
+        if record is not None:
+            newest = max(list_steps(Path(record.folder)))
+            record.load(newest, self.inner._ranks)
+
+
+class CopyCallsItself(Edited):
+    """Tells what is copied while it loads; the second time, by way of the first time's copy."""
+
+    copy: Any = None
+
+    def load(self, step: int = -1) -> Any:
+        self.copy = torch.Tensor.copy_
+        torch.Tensor.copy_ = lambda *given, **named: self.copy(*given, **named)  # type: ignore[method-assign, assignment]
+        return self.inner.load(step)
+
+    def close(self) -> None:
+        self.inner.close()
+        if self.copy is not None:
+            del torch.Tensor.copy_  # the one of its base class comes back

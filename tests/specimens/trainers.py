@@ -34,6 +34,15 @@ def exports_through_bf16() -> None:
     export.hf_model = rounded
 
 
+def optimizer_before_the_flags() -> None:
+    """The optimizer is built from what the job would be without its flags (OPT-11)."""
+    from torchtitan_ckpt.train import trainer
+    from torchtitan_ckpt.train.config import OptimizerConfig
+
+    right = trainer.make_optimizer
+    trainer.make_optimizer = lambda model, _: right(model, OptimizerConfig())
+
+
 def counter_restarts() -> None:
     """A resumed job counts its tokens from zero (DAT-07)."""
     from torchtitan_ckpt.train.progress import TrainState
@@ -83,6 +92,7 @@ def dies_on_resume() -> None:
 
 _ROWS = (
     ("job.unchanged", exports_through_bf16, "values differ", "DTY-01", True),
+    ("job.unchanged", optimizer_before_the_flags, "values differ", "OPT-11", True),
     ("job.resume", counter_restarts, "train_state.ntokens_seen", "DAT-07", True),
     ("job.export", exports_what_it_began_with, "model.layers.0", "REF-04", True),
     ("job.resume", dies_on_resume, "no way back", "ASY-06", False),
