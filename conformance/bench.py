@@ -140,12 +140,12 @@ class Bench:
         return self._cell(clause, verdict, reason=reason, findings=findings, begin=begin)
 
     def _blocker(self, clause: Check) -> str:
-        """The check whose failure makes this one meaningless, or an empty string."""
+        """The check whose failure makes this one meaningless, or an empty string.
+
+        Raises AdapterRaised for a direction that raises on the whole model.
+        """
         for direction in clause.runs:
-            try:
-                _ = self.lab.export if direction == "to_hf" else self.lab.imported
-            except AdapterRaised:
-                return RUNS[direction]
+            _ = self.lab.export if direction == "to_hf" else self.lab.imported
         # One case that is repeated is asked for by itself.
         for parent in () if self.lab.example else clause.after:
             if parent not in self.without and self.run(BY_ID[parent]).verdict in (
@@ -216,7 +216,10 @@ class Bench:
             if clause.chapter in ("reshard", "seed")
         )
         case = f" --example {shlex.quote(example)}" if example else ""
-        return f"torchtitan-ckpt check {name} --check {clause.id}{case}{seed}{device}{degrees}"
+        most = self.lab.max_elements
+        size = "" if most == MAX_ELEMENTS else f" --max-elements {most}"
+        options = f"{case}{seed}{size}{device}{degrees}"
+        return f"torchtitan-ckpt check {name} --check {clause.id}{options}"
 
     def _cell(
         self,

@@ -87,8 +87,8 @@ CONTRACT: tuple[Check, ...] = (
     Check("keys.import", 1, "from_hf runs, returns the model's keys, uses each key.", runs=_OUT),
     Check("keys.hf-only", 1, "Files may hold declared extras; import accepts them."),
     Check("keys.also-reads", 1, "Declared older spellings are read as well."),
-    Check("keys.unknown-refused", 1, "An unknown key raises; it is never dropped."),
-    Check("keys.lora-refused", 1, "LoRA keys raise; they are never dropped."),
+    Check("keys.unknown-refused", 1, "An unknown key raises or is handed on, never dropped."),
+    Check("keys.lora-refused", 1, "LoRA keys raise or are handed on, never dropped."),
     Check("keys.half-group", 1, "Half a stack or half a fused pair raises."),
     Check("keys.high-numbers", 1, "Layers and experts keep their numeric order.", runs=_OUT),
     Check("keys.layers", 1, "All tensors of a layer go to the same layer.", runs=_OUT),
@@ -230,7 +230,8 @@ def select(
 ) -> tuple[Check, ...]:
     """Checks by glob and highest level; a glob that matches nothing is an error.
 
-    Without globs, those of the contract's `version`; ConfigError for one that is not known here.
+    Those of the contract's `version`, and later ones whose whole id is among the globs.
+    ConfigError for a version that is not known here.
     """
     _known_version(version)
     if level is not None and level not in LEVELS:
@@ -249,12 +250,12 @@ def select(
         check
         for check in CONTRACT
         if (level is None or check.level <= level)
-        and (
-            any(fnmatch.fnmatchcase(check.id, glob) for glob in globs)
-            if globs
-            else check.since <= version
-        )
+        and (check.id in globs or (check.since <= version and _asked(check, globs)))
     )
+
+
+def _asked(check: Check, globs: Sequence[str]) -> bool:
+    return not globs or any(fnmatch.fnmatchcase(check.id, glob) for glob in globs)
 
 
 def previews(
@@ -262,8 +263,10 @@ def previews(
 ) -> list[str]:
     """Notes of the checks that `select` holds back because they came with a later version."""
     later: dict[str, list[str]] = {}
+    chosen = select(globs, level=level, version=version)
     for check in CONTRACT:
-        if not globs and check.since > version and (level is None or check.level <= level):
+        asked = _asked(check, globs) and (level is None or check.level <= level)
+        if asked and check not in chosen:
             later.setdefault(check.since, []).append(check.id)
     return [
         f"{len(ids)} preview{'s' if len(ids) > 1 else ''} of {since} did not run: {', '.join(ids)}"

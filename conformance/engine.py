@@ -40,6 +40,7 @@ def check(
 
     checks    globs of ids; level: the highest level; without: ids that are left out
     version   of the contract: checks that came with a later one are previews, and run when named
+              by their whole id
     degrees   parallel degrees for the chapter reshard, in place of the subjects' own
     device    cpu, npu or cuda: where the tensors of conversions and files lie; None is the
               environment variable TORCHTITAN_CKPT_DEVICE, else cpu
@@ -57,6 +58,15 @@ def check(
     resolved = [resolve(s) if isinstance(s, str) else s for s in found]
     known(without, "without")
     chosen = [c for c in select(checks, level=level, version=version) if c.id not in without]
+    if max_elements < 1:
+        raise ConfigError(
+            Problem(
+                code="check.no-elements",
+                what="values cannot be checked on no element",
+                expected="a number above 0",
+                actual=str(max_elements),
+            )
+        )
     if example and [c.id for c in chosen if c.id not in SEARCHING]:
         raise ConfigError(
             Problem(

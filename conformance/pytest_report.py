@@ -48,7 +48,7 @@ def unasked(terminalreporter: Any) -> list[Cell]:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     reports = _found(terminalreporter)
-    if not reports:
+    if not reports or hasattr(config, "workerinput"):  # a worker of xdist knows its share only
         return
     from conformance import report_github, report_text
 

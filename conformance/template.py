@@ -55,7 +55,8 @@ def leaf_of(value: Any) -> Leaf | None:
 
 def native_template(native: Any) -> dict[str, Leaf]:
     """Key -> Leaf of a model, a state dict, a Manifest, pairs, or a factory of one of these."""
-    if callable(native) and not hasattr(native, "state_dict") and not isinstance(native, Mapping):
+    model = hasattr(native, "state_dict") and not isinstance(native, type)
+    if callable(native) and not model and not isinstance(native, Mapping):
         native = native()
     if isinstance(native, Manifest):
         native = native.tensors

@@ -42,8 +42,9 @@ _HARD = {
 def _codec(lab: Lab) -> Codec:
     if lab.subject.codec is not None:
         return lab.subject.codec
-    if lab.subject.adapter is None:
-        raise NotApplicable("the subject writes no files: it has neither a codec nor an adapter")
+    for need in ("adapter", "native"):
+        if getattr(lab.subject, need) is None:
+            raise NotApplicable(f"the subject writes no files: it has neither a codec nor {need}")
     return codecs.Own()
 
 

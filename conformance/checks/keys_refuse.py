@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from conformance.checks._words import by_template, count
 from conformance.fingerprint import bits
@@ -21,30 +23,39 @@ _PROBE = Leaf((3, 5), "float32")
 def unknown_refused(lab: Lab) -> Iterator[Finding]:
     """An unknown key raises, or comes out unchanged under its own name; it never vanishes."""
     for direction, leaves in _sides(lab):
-        yield from _probe(lab, direction, _unknown(list(leaves)))
+        relatives = _relatives(lab, direction, leaves)
+        probes = dict.fromkeys(_unknown(list(leaves)), _PROBE) | relatives
+        yield from _probe(lab, direction, probes, translated=relatives)
 
 
 def lora_refused(lab: Lab) -> Iterator[Finding]:
     """LoRA and PEFT keys raise; a checkpoint without them is not the one that was asked for."""
     asked = False
     for direction, leaves in _sides(lab):
-        linear = [k for k in leaves if k.endswith(".weight") and len(leaves[k].shape) == 2]
-        if not linear:
+        if not (stem := _linear(leaves)):
             continue
         asked = True
-        stem = next(filter(numbers_of, linear), linear[0]).removesuffix(".weight")
-        names = (
-            [f"{stem}.lora_A.weight", f"{stem}.lora_b.weight"]
-            if direction == "to_hf"
-            else [f"base_model.model.{stem}.lora_A.weight", f"{stem}.lora_B.default.weight"]
-        )
-        yield from _probe(lab, direction, names)
+        peft = f"base_model.model.{stem}"
+        names = {
+            "to_hf": ("lora_A.weight", "lora_b.weight", "lora_magnitude_vector"),
+            "from_hf": ("lora_B.default.weight", "lora_magnitude_vector.default.weight"),
+        }[direction]
+        probes = [f"{stem}.{name}" for name in names]
+        if direction == "from_hf":
+            probes += [f"{peft}.lora_A.weight", f"{peft}.modules_to_save.default.weight"]
+        yield from _probe(lab, direction, dict.fromkeys(probes, _PROBE))
     if not asked:
         raise NotApplicable("no key ends in .weight and has two dimensions")
 
 
 def _sides(lab: Lab) -> tuple[tuple[Direction, Mapping[str, Leaf]], ...]:
     return ("to_hf", lab.native), ("from_hf", lab.export.leaves)
+
+
+def _linear(leaves: Mapping[str, Leaf]) -> str:
+    """The name of a linear layer's module, one inside the model's layers where there is one."""
+    found = [k for k in leaves if k.endswith(".weight") and len(leaves[k].shape) == 2]
+    return next(filter(numbers_of, found), found[0]).removesuffix(".weight") if found else ""
 
 
 def _unknown(keys: list[str]) -> list[str]:
@@ -61,29 +72,42 @@ def _unknown(keys: list[str]) -> list[str]:
     return names
 
 
-def _probe(lab: Lab, direction: Direction, names: list[str]) -> Iterator[Finding]:
+def _relatives(lab: Lab, direction: Direction, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """What a linear layer of another checkpoint has: a bias, and the scales of quantized weights.
+
+    An adapter may know them although this model has none.
+    """
+    if not (stem := _linear(leaves)):
+        return {}
+    weight = leaves[f"{stem}.weight"]
+    found = {f"{stem}.bias": Leaf(weight.shape[:1], "float32")}
+    if direction == "from_hf" and not lab.quantized:
+        found[f"{stem}.weight_scale_inv"] = _PROBE
+    declared = (*lab.may.hf_only, *lab.may.native_only)
+    return {k: leaf for k, leaf in found.items() if k not in leaves and not matches(k, declared)}
+
+
+def _probe(
+    lab: Lab, direction: Direction, probes: Mapping[str, Leaf], *, translated: Container[str] = ()
+) -> Iterator[Finding]:
+    """Each key by itself beside the whole model; those that may be `translated` come out under
+    another name too, their elements in another order."""
     dropped, changed = [], {}
-    for name in names:
-        probe = torch.arange(1.0, 16.0).reshape(_PROBE.shape)
+    for name, leaf in probes.items():
+        probe = torch.arange(1.0, leaf.numel + 1.0).reshape(leaf.shape)
         try:
             out = lab.convert(direction, {**lab.blank(direction), name: probe})
         except AdapterRaised:
             continue
-        found = [
-            k
-            for k, v in out.items()
-            if v.numel() == probe.numel()
-            and not v.is_meta
-            and v.dtype == probe.dtype
-            and torch.equal(bits(v).flatten(), bits(probe).flatten())
-        ]
+        loose = name in translated
+        found = [k for k, v in out.items() if _holds(v, probe, sort=loose)]
         if not found:
             dropped.append(name)
-        elif name not in found:
+        elif name not in found and not loose:
             changed[name] = found[0]
     if dropped:
         yield Finding(
-            what=f"{direction} dropped {len(dropped)} of {count(len(names), 'unknown key')} "
+            what=f"{direction} dropped {len(dropped)} of {count(len(probes), 'unknown key')} "
             "without a word",
             keys=tuple(dropped),
             expected="an error, or the key handed on as it is",
@@ -102,15 +126,21 @@ def _probe(lab: Lab, direction: Direction, names: list[str]) -> Iterator[Finding
         )
 
 
+def _holds(value: Tensor, probe: Tensor, *, sort: bool) -> bool:
+    """Whether a tensor has the probe's elements, bit for bit."""
+    if value.numel() != probe.numel() or value.is_meta or value.dtype != probe.dtype:
+        return False
+    one, two = bits(value).flatten(), bits(probe).flatten()
+    return torch.equal(one.sort().values, two.sort().values) if sort else torch.equal(one, two)
+
+
 def hf_only(lab: Lab) -> Iterator[Finding]:
     """Files may hold the declared extras; `from_hf` accepts them and returns the same model."""
     if not lab.may.hf_only:
         raise NotApplicable("no file-only keys are declared")
-    extras = _extras(lab)
-    for key, leaf in extras.items():
-        one = {**lab.export.leaves, key: leaf}
+    for key, leaves in _extras(lab).items():
         try:
-            back = lab.trace("from_hf", one)
+            leaf, back = _accepted(lab, key, leaves)
         except AdapterRaised as error:
             yield Finding(
                 what="from_hf refuses a key that published files hold",
@@ -144,25 +174,39 @@ def hf_only(lab: Lab) -> Iterator[Finding]:
             )
 
 
-def _extras(lab: Lab) -> dict[str, Leaf]:
+def _accepted(lab: Lab, key: str, leaves: Sequence[Leaf]) -> tuple[Leaf, Trace]:
+    """The first of the leaves with which `from_hf` takes the key; AdapterRaised if with none."""
+    for leaf in leaves[:-1]:
+        with contextlib.suppress(AdapterRaised):
+            return leaf, lab.trace("from_hf", {**lab.export.leaves, key: leaf})
+    return leaves[-1], lab.trace("from_hf", {**lab.export.leaves, key: leaves[-1]})
+
+
+def _extras(lab: Lab) -> dict[str, tuple[Leaf, ...]]:
     """For each declared pattern of file-only keys, keys that files may hold, with their leaves.
 
-    Those of the list of files, else keys made like the written ones of a layer nearby.
+    Those of the list of files, else keys made like the written ones of a layer nearby. Where no
+    shape is known, an adapter may want one that a written tensor has, as of a copy of it.
     """
     listed, written = lab.listed, lab.export.leaves
-    found: dict[str, Leaf] = {}
+    found: dict[str, Leaf | None] = {}
     for pattern in lab.may.hf_only:
         keys = [k for k in listed if _match(k, pattern) and k not in written]
-        found |= {key: listed.get(key) or _PROBE for key in keys[:2]} or _made(written, pattern)
+        found |= {key: listed.get(key) for key in keys[:2]} or _made(written, pattern)
     # A copy has the dtype of what it copies, and the model may be wider than its files.
     wide = next((x.dtype for x in written.values() if is_floating(x.dtype)), "float32")
-    return {
-        key: Leaf(leaf.shape, wide) if is_floating(leaf.dtype) else leaf
-        for key, leaf in found.items()
-    }
+
+    def likely(key: str, leaf: Leaf | None) -> tuple[Leaf, ...]:
+        if leaf is not None:
+            return (Leaf(leaf.shape, wide) if is_floating(leaf.dtype) else leaf,)
+        end = key.rpartition(".")[2]
+        alike = [x.shape for k, x in written.items() if k.rpartition(".")[2] == end]
+        return tuple(Leaf(shape, wide) for shape in dict.fromkeys([*alike, _PROBE.shape]))
+
+    return {key: likely(key, leaf) for key, leaf in found.items()}
 
 
-def _made(written: Mapping[str, Leaf], pattern: str) -> dict[str, Leaf]:
+def _made(written: Mapping[str, Leaf], pattern: str) -> dict[str, Leaf | None]:
     """A key of this pattern: a written one with the pattern's own parts, else one with zeros.
 
     `model.layers.3.*` and `model.layers.0.norm.weight` make `model.layers.3.norm.weight`.
@@ -178,7 +222,7 @@ def _made(written: Mapping[str, Leaf], pattern: str) -> dict[str, Leaf]:
             ):
                 made = [b if a == "*" else a for a, b in zip(head, whole, strict=False)]
                 return {".".join([*made, *whole[len(head) :]]): leaf}
-    return {pattern.replace("*", "0"): _PROBE}
+    return {pattern.replace("*", "0"): None}
 
 
 def _match(key: str, pattern: str) -> bool:

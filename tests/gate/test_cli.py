@@ -93,9 +93,18 @@ def test_reports_are_written_where_they_are_asked_for(
     capsys.readouterr()
     assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--json=-"]) == 1
     assert json.loads(capsys.readouterr().out)["counts"]["fail"] == 1
-    gone = str(tmp_path / "no" / "r.html")
-    assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--html", gone]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its folder it is refused before the checks; later, what was found is said first."""
+    for name, ran in (("no/r.html", False), (".", True)):
+        path = str(tmp_path / name)
+        assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--html", path]) == 2
+        said = capsys.readouterr()
+        assert "cannot be written" in said.err
+        assert ("FAIL keys.total" in said.out) is ran
 
 
 def test_github_gets_annotations_and_a_summary_by_itself(

@@ -199,6 +199,7 @@ def refused() -> list[Specimen]:
                     found.setdefault(index, torch.empty_like(first))
             return super().import_experts(experts)
 
+    plain = {**BLIND, "capabilities": Capabilities()}
     return [
         Specimen(
             "export-skips-unknown",
@@ -225,6 +226,15 @@ def refused() -> list[Specimen]:
             "STR-01",
             False,
             BLIND,
+        ),
+        # To an adapter of quantized files scales are not unknown.
+        *(
+            Specimen(name, "keys.unknown-refused", key, edited(**edit), "NAM-08", True, plain)
+            for name, key, edit in (
+                ("bias-skipped", "wq.bias", {"before_export": drop(r"wq\.bias$")}),
+                ("bias-skipped-on-import", "q_proj.bias", {"before_import": drop(r"proj\.bias$")}),
+                ("scales-skipped", "weight_scale_inv", {"before_import": drop("_scale_inv$")}),
+            )
         ),
         # A probe among meta tensors would show nothing.
         Specimen(
@@ -264,6 +274,24 @@ def refused() -> list[Specimen]:
             edited(before_import=drop("lora")),
             "NAM-02",
             False,
+            BLIND,
+        ),
+        Specimen(
+            "magnitudes-skipped",
+            "keys.lora-refused",
+            "lora_magnitude_vector",
+            edited(before_export=drop("magnitude"), before_import=drop("magnitude")),
+            "NAM-08",
+            True,
+            BLIND,
+        ),
+        Specimen(
+            "whole-modules-of-peft-skipped",
+            "keys.lora-refused",
+            "modules_to_save",
+            edited(before_import=drop("modules_to_save")),
+            "NAM-08",
+            True,
             BLIND,
         ),
         Specimen(

@@ -6,18 +6,18 @@ Looks back at the package `conformance`, lazily: everything else of this project
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:
     from conformance.engine import Progress
-    from conformance.verdict import Report
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Args:
     example: str = ""
     """Only this case of a check that searches, as its finding printed it."""
     max_elements: int = 48_000_000
-    """Check values on at most this many elements; larger models are checked on some layers."""
+    """Check values on at most this many elements: on all of a model of half as many, on some layers
+    of a larger one."""
     json: Path | None = None
     """Write the report as JSON; `-` prints it instead of the text."""
     junit: Path | None = None
@@ -71,6 +72,7 @@ def run(args: Args) -> int:
     from conformance.subjects import main
 
     subjects = args.subjects or main.NAMES
+    reports = _reports(args)
     with _progress() as progress:
         report = check(
             subjects,
@@ -84,7 +86,6 @@ def run(args: Args) -> int:
             example=args.example,
             progress=progress,
         )
-    _write(args, report)
     as_json = args.json is not None and str(args.json) == "-"
     parts = (main.proofs(report), report_text.render(report, verbose=args.verbose))
     text = "\n\n".join(part for part in parts if part)
@@ -92,33 +93,49 @@ def run(args: Args) -> int:
     if report_github.active():
         print(report_github.annotations(report), file=sys.stderr if as_json else sys.stdout)
         report_github.write_summary(report)
+    for path, module in reports:
+        with _writing(path):
+            path.write_text(module.render(report), encoding="utf-8")
     return report.exit_code
 
 
-def _write(args: Args, report: Report) -> None:
+def _reports(args: Args) -> list[tuple[Path, Any]]:
+    """The files that are asked for and what writes each; ConfigError, before any check has run,
+    for one that has no folder."""
     from conformance import report_html, report_json, report_junit, report_markdown
+
+    found = [
+        (path, module)
+        for path, module in (
+            (args.json, report_json),
+            (args.junit, report_junit),
+            (args.html, report_html),
+            (args.markdown, report_markdown),
+        )
+        if path is not None and str(path) != "-"
+    ]
+    for path, _ in found:
+        with _writing(path):
+            os.stat(path.parent)
+    return found
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     from torchtitan_ckpt.errors import ConfigError, Problem
 
-    for path, module in (
-        (args.json, report_json),
-        (args.junit, report_junit),
-        (args.html, report_html),
-        (args.markdown, report_markdown),
-    ):
-        if path is None or str(path) == "-":
-            continue
-        try:
-            path.write_text(module.render(report), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                Problem(
-                    code="check.no-report",
-                    what="a report cannot be written",
-                    where=str(path),
-                    cause=error.strerror or str(error),
-                    fix="name a file in a folder that exists",
-                )
-            ) from error
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            Problem(
+                code="check.no-report",
+                what="a report cannot be written",
+                where=str(path),
+                cause=error.strerror or str(error),
+                fix="name a file in a folder that exists",
+            )
+        ) from error
 
 
 def _words(args: Args) -> list[str]:
