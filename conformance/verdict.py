@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from torchtitan_ckpt.device import SIMULATED
+from torchtitan_ckpt.errors import printable
 
 Verdict = Literal["pass", "fail", "xfail", "xpass", "n/a", "blocked", "error"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -41,8 +42,17 @@ class Finding:
     subject: str = ""
 
     def placed(self, *, subject: str, check: str, again: str) -> Finding:
-        """The same finding with its cell and the command that repeats it."""
-        return replace(self, subject=subject, check=check, again=self.again or again)
+        """The same finding with its cell and the command that repeats it.
+
+        Texts of the subject's own, its keys among them, steer no terminal and end no report.
+        """
+        clean = {
+            name: printable(getattr(self, name), lines=True)
+            for name in ("what", "coordinate", "expected", "actual", "cause", "remedy")
+        }
+        keys = tuple(map(printable, self.keys))
+        again = self.again or again
+        return replace(self, **clean, keys=keys, subject=subject, check=check, again=again)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def test_the_named_check_catches_the_specimen_and_names_its_key(specimen: Specim
     assert cell.verdict == "fail", f"{cell.verdict}: {cell.reason}"
     assert named(specimen, cell), [f.keys for f in cell.findings]
     for finding in cell.findings:
-        assert "--degrees" in finding.again
+        assert "degrees=" in finding.again
         for part in ("what", "keys", "expected", "actual", "cause", "remedy", "coordinate"):
             assert getattr(finding, part), (part, finding)
 
