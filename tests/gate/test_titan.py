@@ -28,6 +28,9 @@ FOUND: dict[str, set[str]] = {
     "titan:deepseek_v3/debugmodel": {"keys.half-group", "values.dtensor", "files.quantized"},
     "titan:deepseek_v3/debugmodel?mtp=1": {"keys.half-group", "values.dtensor", "files.quantized"},
     "titan:kimi_k2_7/debugmodel": {"keys.half-group", "values.dtensor"},
+    "titan:muse_glimmer/debugmodel": UNKNOWN,
+    "titan:muse_glimmer/debugmodel_mm": UNKNOWN,
+    "titan:flux": {*UNKNOWN, "keys.index"},
     "titan:gpt_oss/debugmodel": {"keys.total", "keys.index", "files.quantized", *UNKNOWN},
 }
 
