@@ -240,8 +240,8 @@ class Bench:
         seconds = 0.0 if begin is None else time.perf_counter() - begin
         if verdict in ("n/a", "blocked") and clause.id in self.subject.expect:
             reason += f"; expected to fail: {self.subject.expect[clause.id]}, which was not seen"
-        ran = clause.id in _RESHARDED and verdict not in ("n/a", "blocked", "error")
-        pairs = self.lab.managers.pairs if ran else []
+        ran = verdict not in ("n/a", "blocked", "error")
+        pairs = self.lab.managers.pairs if ran and clause.id in _RESHARDED else []
         return Cell(
             subject=self.subject.name,
             check=clause.id,
@@ -249,6 +249,7 @@ class Bench:
             reason=reason,
             findings=findings,
             pairs=tuple((source.name, target.name) for source, target in pairs),
+            pictures=self.lab.pictures.get(clause.id, ()) if ran else (),
             seconds=seconds,
         )
 

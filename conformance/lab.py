@@ -21,6 +21,7 @@ from conformance.raised import AdapterReturned, Kept, not_a_dict
 from conformance.raised import NotApplicable as NotApplicable
 from conformance.raised import theirs as theirs
 from conformance.raised import words_of as words_of
+from conformance.spread import Picture
 from conformance.subject import Reference, Subject, matches
 from conformance.template import FileList, Leaf, file_list, native_template
 from conformance.trace import Trace, Tracer
@@ -57,6 +58,7 @@ class Lab:
         self.max_elements = max_elements
         self.device = device or Device(DeviceKind.CPU)
         self.notes: list[str] = list(subject.notes)
+        self.pictures: dict[str, tuple[Picture, ...]] = {}  # check -> what it shows of a reshard
 
     # -- what the subject supplies ------------------------------------------------------------
 

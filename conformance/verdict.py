@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from conformance.spread import Picture
 from torchtitan_ckpt.device import SIMULATED
 from torchtitan_ckpt.errors import printable
 
@@ -67,7 +68,8 @@ class Told:
 class Cell:
     """One subject under one check.
 
-    `pairs` are the splits that a check of the chapter reshard saved and loaded under.
+    A check of the chapter reshard has `pairs`, the splits that it saved and loaded under, whose
+    pictures follow from the degrees; or `pictures`, of what the ranks told.
     """
 
     subject: str
@@ -76,6 +78,7 @@ class Cell:
     reason: str = ""
     findings: tuple[Finding, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
+    pictures: tuple[Picture, ...] = ()
     seconds: float = 0.0
 
     @property
