@@ -7,6 +7,7 @@ one is blocked, a check that raises by itself is an error of the gate. Nothing d
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import shlex
 import time
@@ -41,6 +42,17 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Lists of 100,000 keys are no garbage, and looking through them each time takes a third."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 10_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Bench:

@@ -50,7 +50,7 @@ def leaf_of(value: Any) -> Leaf | None:
         shape, dtype = value
     if not isinstance(shape, Iterable) or dtype is None:
         return None
-    return Leaf(tuple(int(size) for size in shape), str(dtype).removeprefix("torch."))
+    return Leaf(tuple(map(int, shape)), str(dtype).removeprefix("torch."))
 
 
 def native_template(native: Any) -> dict[str, Leaf]:

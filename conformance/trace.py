@@ -7,15 +7,17 @@ knows keys, not elements; elements are `fingerprint.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from conformance.template import Leaf, leaf_of
+
+_aten = torch.ops.aten
+_NONE = frozenset[str]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +51,35 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources: dict[int, frozenset[str]] = {}
         # Kept alive: a freed storage's address may be reused by the next one.
-        self._alive: list[Any] = list(inputs.values())
+        self._alive: list[torch.UntypedStorage] = []
         for key, tensor in inputs.items():
-            self._sources[_storage(tensor)] = frozenset((key,))
+            self._flow(tensor, frozenset((key,)))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler, to keep it off what nothing here compiles."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sources: frozenset[str] = frozenset()
-        for value in tree_flatten((args, kwargs))[0]:
-            if _dense(value):
-                sources |= self._sources.get(_storage(value), frozenset())
-        for value in tree_flatten(out)[0]:
-            if _dense(value):
-                self._alive.append(value)
-                place = _storage(value)
-                self._sources[place] = self._sources.get(place, frozenset()) | sources
+        kwargs = kwargs or {}
+        out = _EASY.get(func, func)(*args, **kwargs)
+        inputs = _tensors((*args, *kwargs.values()))
+        sources = _NONE.union(*map(self._known, inputs))
+        for value in _tensors((out,)):
+            self._flow(value, sources)
         return out
+
+    def _known(self, value: torch.Tensor) -> frozenset[str]:
+        return self._sources.get(value.untyped_storage()._cdata, _NONE)
+
+    def _flow(self, value: torch.Tensor, sources: frozenset[str]) -> None:
+        storage = value.untyped_storage()
+        before = self._sources.get(storage._cdata)
+        if before is None:
+            self._alive.append(storage)
+            self._sources[storage._cdata] = sources
+        elif not sources <= before:
+            self._sources[storage._cdata] = before | sources
 
     def result(self, outputs: Mapping[str, Any]) -> Trace:
         """The trace of a conversion's returned dict."""
@@ -75,8 +90,41 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 odd[str(key)] = _what(value) if isinstance(key, str) else "a key that is no str"
                 continue
             leaves[key] = leaf
-            sources[key] = self._sources.get(_storage(value), frozenset())
+            sources[key] = self._known(value)
         return Trace(leaves, sources, odd)
+
+
+def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.stack`, whose meta kernel looks at each tensor in Python, several times.
+
+    Of plain tensors that are alike, the first tells all that there is to know of the result.
+    """
+    alike = len(tensors) > 0 and all(
+        type(one) is torch.Tensor
+        and one.is_meta
+        and one.shape == tensors[0].shape
+        and one.dtype == tensors[0].dtype
+        and one.is_contiguous()
+        for one in tensors
+    )
+    if not alike or not 0 <= dim <= tensors[0].dim():
+        return _aten.stack.default(tensors, dim)  # type: ignore[no-any-return]
+    shape = tensors[0].shape
+    return tensors[0].new_empty((*shape[:dim], len(tensors), *shape[dim:]))
+
+
+_EASY = {_aten.stack.default: _stacked}
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The dense tensors among an operation's arguments or results, some of which are lists."""
+    found = []
+    for value in values:
+        if _dense(value):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _dense(value: Any) -> bool:
@@ -88,7 +136,3 @@ def _what(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.layout} tensor"
     return type(value).__name__
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

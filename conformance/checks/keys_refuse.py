@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
@@ -93,10 +94,13 @@ def _probe(
     """Each key by itself beside the whole model; those that may be `translated` come out under
     another name too, their elements in another order."""
     dropped, changed = [], {}
+    blank = lab.blank(direction)
+    # In second place: who refuses it does so at once, and who goes by the first key sees the usual.
+    first = dict(itertools.islice(blank.items(), 1))
     for name, leaf in probes.items():
         probe = torch.arange(1.0, leaf.numel + 1.0).reshape(leaf.shape)
         try:
-            out = lab.convert(direction, {**lab.blank(direction), name: probe})
+            out = lab.convert(direction, {**first, name: probe, **blank})
         except AdapterRaised:
             continue
         loose = name in translated

@@ -104,11 +104,13 @@ def repeat(lab: Lab) -> Iterator[Finding]:
 def order(lab: Lab) -> Iterator[Finding]:
     """Shuffled and reversed dicts give the same tensors."""
     for direction, state in _sides(lab, 15):
+        wanted = _first(lab, direction, state)
         shuffled = list(state)
         random.Random(lab.seed).shuffle(shuffled)
         for name, keys in (("reversed", list(state)[::-1]), ("shuffled", shuffled)):
             out = lab.convert(direction, {k: state[k] for k in keys})
-            found = list(_compare(lab, f"{direction} of a {name} dict", direction, state, out))
+            what = f"{direction} of a {name} dict"
+            found = list(_compare(lab, what, direction, state, out, wanted))
             yield from found
             if found:
                 break
@@ -122,12 +124,22 @@ _UNSTEADY = (
 )
 
 
-def _compare(
-    lab: Lab, what: str, direction: Direction, state: State, have: State
-) -> Iterator[Finding]:
-    """Against a first call of a fresh adapter, in which memory that nobody writes to is NaN."""
+def _first(lab: Lab, direction: Direction, state: State) -> State:
+    """A first call of a fresh adapter, in which memory that nobody writes to is NaN."""
     with _filled():
-        wanted = lab.convert(direction, state)
+        return lab.convert(direction, state)
+
+
+def _compare(
+    lab: Lab,
+    what: str,
+    direction: Direction,
+    state: State,
+    have: State,
+    wanted: State | None = None,
+) -> Iterator[Finding]:
+    """Against a first call of a fresh adapter, `wanted`."""
+    wanted = _first(lab, direction, state) if wanted is None else wanted
     found = list(differences(wanted, have))
     again = lab.convert(direction, state) if found else {}
     unsteady = {key for one in differences(wanted, again) for key in one.keys} if found else set()

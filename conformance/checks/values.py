@@ -199,7 +199,7 @@ def _within(
         base, size = positions.span(key)
         here = (flat >= base) & (flat < base + size)
         inside |= here
-        mine = flat[here]
+        mine = flat if bool(here.all()) else flat[here]
         if not mine.numel():
             continue
         # Only the span that occurs: a slice of a stack is small, the stack is not.
