@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from conformance import codec
-from tests.specimens.right import QuantizedReader, Right
+from conformance import Capabilities, Subject, codec
+from tests.specimens.right import QuantizedReader, Right, State
 from tests.specimens.specimen import BLIND, Specimen
+from torchtitan_ckpt.hf_storage import HFReader
 
 
 class ReturnsPath(Right):
@@ -31,14 +35,14 @@ class PlainForQuantized(Right):
         return super().get_hf_storage_reader(path)
 
 
-def _after_reading(reader: Any, edit: Callable[[torch.Tensor], Any]) -> Any:
-    """The reader, and `edit` on each matrix that it has read."""
+def _after_reading(reader: Any, edit: Callable[[torch.Tensor], Any], name: str = "") -> Any:
+    """The reader, and `edit` on each matrix or stack of such a name that it has read."""
     read = reader.read_data
 
     def wrong(plan: Any, planner: Any) -> Any:
         done = read(plan, planner)
-        for value in planner.state_dict.values():
-            if isinstance(value, torch.Tensor) and value.dim() == 2:
+        for key, value in planner.state_dict.items():
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and name in key:
                 edit(value)
         return done
 
@@ -78,6 +82,98 @@ class ReversesRows(Right):
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         reader = super().get_hf_storage_reader(path, from_quantized)
         return reader if from_quantized else _after_reading(reader, lambda w: w.copy_(w.flip(0)))
+
+
+class OfTheAssets(Right):
+    """Reads the folder that it was made on, plain files (`on[0]`) or quantized ones (`on[1]`)."""
+
+    on = (True, False)
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        wrong = self.on[from_quantized] and self.hf_assets_path
+        return super().get_hf_storage_reader(wrong or path, from_quantized)
+
+
+class QuantizedOfTheAssets(OfTheAssets):
+    on = (False, True)
+
+
+class OnNoFolder(Right):
+    def __init__(self, hf_assets_path: str | None = None) -> None:
+        super().__init__(hf_assets_path)
+        del self.hf_assets_path
+
+
+class ExpertsInDoubt(Right):
+    """The scales of experts are applied twice."""
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        return (
+            _after_reading(reader, lambda w: w.mul_(2), ".experts.") if from_quantized else reader
+        )
+
+
+class PacksExperts:
+    """A right adapter of experts that files hold in mxfp4."""
+
+    def __init__(self, hf_assets_path: str | None = None) -> None:
+        self.hf_assets_path = hf_assets_path
+        self.fqn_to_index_mapping: dict[str, int] | None = None
+        index = Path(hf_assets_path or "", codec.INDEX)
+        if hf_assets_path and index.exists():
+            names = json.loads(index.read_text())["weight_map"]
+            self.fqn_to_index_mapping = {
+                k.removesuffix("_blocks"): int(re.findall(r"\d+", v)[0])
+                for k, v in names.items()
+                if k.endswith("_blocks")
+            }
+
+    @staticmethod
+    def _renamed(state: State, pattern: str, name: str) -> State:
+        out = {}
+        for key, value in state.items():
+            if (found := re.fullmatch(pattern, key)) is None:
+                raise KeyError(f"no rule for {key}")
+            out[name.format(*found.groups())] = value
+        return out
+
+    def to_hf(self, state_dict: State) -> State:
+        return self._renamed(state_dict, r"layers\.(\d+)\.(gate_up|down)", _PACKED)
+
+    def from_hf(self, hf_state_dict: State) -> State:
+        pattern = r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj"
+        return self._renamed(hf_state_dict, pattern, "layers.{}.{}")
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        return HFReader(path, dequantize=from_quantized)
+
+
+_PACKED = "model.layers.{}.mlp.experts.{}_proj"
+
+
+class NegativeExperts(PacksExperts):
+    """The upper bit of a code is read as the sign of the others."""
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        return _after_reading(reader, lambda w: w.neg_(), "gate_up") if from_quantized else reader
+
+
+def packed(adapter: type = PacksExperts) -> Subject:
+    """Twelve layers of three experts each, [experts, in, out], and the files as they are stored."""
+    sizes = {"gate_up": (64, 10), "down": (32, 7)}
+    places = [
+        (i, name, inputs, outputs) for i in range(12) for name, (inputs, outputs) in sizes.items()
+    ]
+    files: dict[str, Any] = {}
+    for i, name, inputs, outputs in places:
+        grid = (3, outputs, inputs // 32)
+        files[f"{_PACKED.format(i, name)}_blocks"] = ((*grid, 16), "uint8")
+        files[f"{_PACKED.format(i, name)}_scales"] = (grid, "uint8")
+    native = {f"layers.{i}.{name}": ((3, *size), "bfloat16") for i, name, *size in places}
+    may = Capabilities(quantized=True)
+    return Subject("packed", adapter=adapter, native=native, hf=files, capabilities=may)
 
 
 def dequantizing(kind: type[QuantizedReader]) -> type:
@@ -181,6 +277,27 @@ SPECIMENS: tuple[Specimen, ...] = (
         "FP8-07",
         True,
         BLIND,
+    ),
+    Specimen("reader-of-the-assets", "files.reader", "model.", OfTheAssets, "", True, BLIND),
+    Specimen("says-no-folder", "files.reader", "model.", OnNoFolder, "", True, BLIND),
+    Specimen(
+        "quantized-reader-of-the-assets",
+        "files.quantized",
+        ".weight",
+        QuantizedOfTheAssets,
+        "",
+        True,
+        BLIND,
+    ),
+    Specimen(
+        "scales-of-experts-twice", "files.quantized", ".experts.", ExpertsInDoubt, "", True, BLIND
+    ),
+    Specimen(
+        "mxfp4-with-other-signs",
+        "files.quantized",
+        "gate_up_proj",
+        make=lambda: packed(NegativeExperts),
+        alone=True,
     ),
     _fp8("codes-without-scale-are-weights", TakesCodesWithoutScale, "FP8-03"),
     _fp8("exponents-are-factors", ExponentsAreFactors, "FP8-04"),
