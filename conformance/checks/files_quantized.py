@@ -91,14 +91,14 @@ _FP8 = (
 
 _MXFP4 = (
     _Scene(
-        " of experts in mxfp4",
+        " where experts are in mxfp4",
         "codes or exponents are taken for those of another place",
         "take the low half of a byte first, and 2^(n - 127) for each group of 32",
         factors=_EXPONENTS,
         published=True,
     ),
     _Scene(
-        " of experts in mxfp4 where it reads those from 1 on",
+        " where it reads experts in mxfp4 from 1 on",
         "blocks are counted from the first expert that is read",
         "find the blocks of an expert by its place in the whole stack",
         factors=_EXPONENTS,
@@ -226,6 +226,7 @@ def _told(
 ) -> Finding:
     """The finding about weights that come out wrong, of which the first is shown."""
     key, first = wrong[0], scene.first
+    hollow = bool(got[key].isnan().any())
     raw = torch.equal(got[key], weights[key].codes[first:])
     astray = torch.equal(got[key], others[key].values[first:])
     right = len(weights) - len(wrong)
@@ -234,7 +235,13 @@ def _told(
     may_refuse = "" if scene.published else ", or a refusal"
     return Finding(
         what="the quantized reader "
-        + ("loads codes as weights" if raw else "gives other values than codes times scales")
+        + (
+            "leaves a part of weights as it was"
+            if hollow
+            else "loads codes as weights"
+            if raw
+            else "gives other values than codes times scales"
+        )
         + scene.words,
         keys=tuple(wrong),
         coordinate=at,
@@ -242,6 +249,8 @@ def _told(
         actual=f"{have} (the code)" if raw else have or "as it was",
         cause="get_hf_storage_reader ignores `path` for that of hf_assets_path"
         if astray
+        else "its metadata has other sizes than what it gives: of the codes, or of another block"
+        if hollow
         else f"weights are told apart by their names: {count(right, 'other')} came out right"
         if right
         else "from_quantized is ignored and the plain reader returned"

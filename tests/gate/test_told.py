@@ -20,7 +20,7 @@ from conformance import Capabilities, Report, check
 from conformance.subject import numbers_of
 from tests.specimens import right
 from tests.specimens.edits import drop, edited, renumber, value
-from tests.specimens.readers import PacksExperts, packed
+from tests.specimens.packed import PacksExperts, packed
 from tests.specimens.right import Right, State
 from tests.specimens.specimen import BLIND, KEYED, TIED, TiedRight
 
@@ -213,14 +213,37 @@ class AsBlocks(PacksExperts):
         return super().from_hf({k.removesuffix("_blocks"): v for k, v in hf_state_dict.items()})
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        kind = QuantizedHuggingFaceStorageReader if from_quantized else HuggingFaceStorageReader
-        return kind(path)
+        return self.quantized(path) if from_quantized else HuggingFaceStorageReader(path)
+
+    quantized: type = QuantizedHuggingFaceStorageReader
+
+
+class Whole(QuantizedHuggingFaceStorageReader):
+    """torch's, whose chunks are those of the codes, with chunks of the values."""
+
+    def read_metadata(self) -> Any:
+        metadata = super().read_metadata()
+        for entry in metadata.state_dict_metadata.values():
+            (codes,) = entry.chunks
+            entry.chunks = [replace(codes, sizes=entry.size)]
+        return metadata
+
+
+class AsWholeBlocks(AsBlocks):
+    quantized = Whole
 
 
 def test_experts_in_mxfp4_are_asked_for_by_their_own_name_or_by_that_of_their_blocks() -> None:
     report = check(packed(), checks=["keys.*", "files.*"])
     assert not report.findings, report.text()
-    assert check(packed(AsBlocks), checks=["files.quantized"]).counts["pass"] == 1
+    assert check(packed(AsWholeBlocks), checks=["files.quantized"]).counts["pass"] == 1
+
+
+def test_torchs_reader_fills_as_many_columns_of_mxfp4_as_there_are_groups() -> None:
+    (finding,) = check(packed(AsBlocks), checks=["files.quantized"]).findings
+    assert finding.what.endswith("leaves a part of weights as it was where experts are in mxfp4")
+    assert (finding.coordinate, finding.actual) == ("[0, 0, 4]", "nan")
+    assert finding.cause.startswith("its metadata has other sizes than what it gives")
 
 
 def test_declared_extras_and_spellings_give_the_same_model() -> None:
