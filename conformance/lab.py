@@ -91,7 +91,9 @@ class Lab:
             found = file_list(self.subject.hf)
         if found is None and self.subject.reference is not None:
             trace = self.trace("to_hf", self.native, self.ask)
-            found = FileList(trace.leaves, f"reference {self.reference.name}")
+            # A family knows how the files of its models are quantized.
+            stored = getattr(self.reference, "stored", ())
+            found = FileList(trace.leaves, f"reference {self.reference.name}", stored)
         if found is None:
             raise NotApplicable("the subject supplies no HF key list and no reference")
         return found
@@ -102,9 +104,14 @@ class Lab:
         return self._files.leaves
 
     @property
+    def stored(self) -> tuple[str, ...]:
+        """The keys that lie in quantized files, scales among them, where the list tells them."""
+        return self._files.stored
+
+    @property
     def quantized(self) -> bool:
         """Whether the subject declares quantized files, or lists some."""
-        return bool(self.may.quantized or self._files.quantized)
+        return bool(self.may.quantized or self.stored)
 
     @property
     def _files(self) -> FileList:

@@ -13,7 +13,8 @@ import torch
 
 from conformance import codec as codecs
 from conformance.checks._words import by_words, count, first_difference
-from conformance.checks.files_readers import quantized, reader
+from conformance.checks.files_quantized import quantized
+from conformance.checks.files_readers import reader
 from conformance.fingerprint import State, noise, same_bits, torch_dtype
 from conformance.lab import AdapterRaised, Lab, NotApplicable, theirs
 from conformance.search import smallest, state_of_text, states, text_of_state

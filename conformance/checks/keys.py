@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from conformance.checks._words import by_template, by_words, count
 from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
-from conformance.checks.keys_listed import dropped, exact, index
+from conformance.checks.keys_index import index
+from conformance.checks.keys_listed import dropped, exact
 from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
 from conformance.lab import AdapterRaised, Lab
 from conformance.subject import template_of

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from conformance.checks._words import by_words, count
+from conformance.checks._words import by_words, count, differences
+from conformance.checks.keys_listed import copies
 from conformance.fingerprint import State, same_bits
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.verdict import Finding, Told
@@ -46,6 +47,35 @@ def tied(lab: Lab) -> Iterator[Finding | Told]:
             )
             never = alias not in lab.imported.leaves
             yield Told(finding, by="keys.import") if never else finding
+    held = {copy: files[key].clone() for copy, key in copies(lab).items() if key in files}
+    if held:
+        yield from _twice(lab, files, held)
+
+
+def _twice(lab: Lab, files: State, held: State) -> Iterator[Finding]:
+    """What import makes of files that hold a tied parameter under a second name too."""
+    try:
+        back = lab.convert("from_hf", files | held)
+    except AdapterRaised as error:
+        yield Finding(
+            what="from_hf refuses files that hold a tied parameter twice",
+            keys=tuple(held),
+            expected="what it makes of files that hold it once: the list has this key",
+            actual=str(error),
+            cause="a second name of a tied parameter is taken for an unknown key",
+            remedy="skip it",
+        )
+        return
+    for one in differences(lab.convert("from_hf", files), back):
+        yield Finding(
+            what="from_hf makes something else of files that hold a tied parameter twice",
+            keys=(*held, *one.keys),
+            coordinate=one.coordinate,
+            expected="what it makes of files that hold it once",
+            actual=one.actual,
+            cause="the second name is read as another parameter",
+            remedy="skip it",
+        )
 
 
 def load(lab: Lab) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ def edited(
             given = before_export(dict(state_dict)) if before_export else state_dict
             out = super().to_hf(given)
             out = export(out) if export else out
-            if self.fqn_to_index_mapping is not None:
+            if self.listed:
                 self.fqn_to_index_mapping = {k: v for k, v in self.listed.items() if k in out}
             return out
 

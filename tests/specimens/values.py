@@ -158,7 +158,22 @@ def tied() -> list[Specimen]:
                 out["head.weight"] = torch.zeros_like(out["head.weight"])
             return out
 
+    class RefusesHead(TiedRight):
+        def from_hf(self, hf_state_dict: State) -> State:
+            if HEAD in hf_state_dict:
+                raise KeyError(f"no rule for {HEAD}")
+            return super().from_hf(hf_state_dict)
+
     return [
+        Specimen(
+            "tied-head-of-the-list-refused",
+            "values.tied",
+            HEAD,
+            RefusesHead,
+            "TIE-07",
+            True,
+            TIED | {"listed": True},
+        ),
         Specimen(
             "tied-head-not-filled", "keys.import", "head.weight", NotFilled, "TIE-04", True, TIED
         ),
