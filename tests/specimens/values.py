@@ -17,6 +17,10 @@ from tests.specimens.right import Right, State
 from tests.specimens.specimen import BLIND, HEAD, TIED, Specimen, TiedRight
 
 
+def _cleaned(v: Any) -> Any:
+    return v.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
 def values() -> list[Specimen]:
     def lossy_scale(v: Any) -> Any:
         return v * 3.0 / 3.0
@@ -227,6 +231,24 @@ def flow() -> list[Specimen]:
             )
 
     return [
+        Specimen(
+            "nan-cleaned-on-export",
+            "values.native-round-trip",
+            "norm.weight",
+            edited(before_export=value(r"^norm", _cleaned)),
+            "",
+            True,
+            BLIND,
+        ),
+        Specimen(
+            "nan-cleaned-on-import",
+            "values.native-round-trip",
+            "norm.weight",
+            edited(imports=value(r"^norm", _cleaned)),
+            "",
+            True,
+            BLIND,
+        ),
         Specimen("nan-taken-for-absent", "values.load", "model.", SkipsNan, "REF-02", True, BLIND),
         Specimen("placement-keyword", "values.dtensor", "moe.w", Placement, "FUS-07", True, BLIND),
         Specimen(
