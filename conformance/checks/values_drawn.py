@@ -33,7 +33,7 @@ def drawn(lab: Lab) -> Iterator[Finding]:
     size = sum(leaf.numel for leaf in lab.value_native.values())
     number = max(4, min(_CASES, _ELEMENTS // max(1, size)))
     units = bench.units if lab.may.partial else ()
-    known = list(listed(units, lab.subject.sizes, deals(lab), number))
+    known = list(listed(units, lab.subject.sizes, deals(lab), number // 2))
     found = first(known, bench.judge) or smallest(
         cases(units, lab.subject.sizes, deals(lab)),
         bench.judge,
@@ -143,7 +143,7 @@ class Bench:
 
     def _blamed(self, case: Case, error: AdapterRaised) -> tuple[str, ...]:
         """The first key that is refused by itself as well, else the first there is."""
-        state = filled(case.values, self.lab.noise(self._leaves(case.dtypes)), self._tied)
+        state = self._state(case.dtypes, case.values)
         for group in components(self.lab) if self.lab.may.partial else ():
             part, out = {k: v for k, v in state.items() if k in group}, {}
             try:
@@ -174,7 +174,7 @@ class Bench:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a few models, and no longer than their check)
     def _whole(self, dtypes: str, values: str) -> Whole:
-        state = filled(values, self.lab.noise(self._leaves(dtypes)), self._tied)
+        state = self._state(dtypes, values)
         written = self.lab.convert("to_hf", state)
         if values == "noise":
             return Whole(state, written, written)
@@ -184,9 +184,13 @@ class Bench:
         lost = blank({k: leaf for k, leaf in leaves.items() if k not in right}, "cpu")
         return Whole(state, written, right | lost)
 
-    @property
-    def _tied(self) -> set[str]:
-        return {*self.lab.may.tied, *self.lab.may.tied.values()}
+    def _state(self, dtypes: str, values: str) -> State:
+        tied = self.lab.may.tied
+        return filled(values, self._noise(dtypes), {*tied, *tied.values()})
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def _noise(self, dtypes: str) -> State:
+        return self.lab.noise(self._leaves(dtypes))
 
     def _leaves(self, dtypes: str) -> dict[str, Leaf]:
         lab = self.lab
