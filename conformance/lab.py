@@ -198,9 +198,16 @@ class Lab:
         """Whether there is room for zeros of so many elements."""
         return sum(leaf.numel for leaf in leaves.values()) <= self.max_elements * 8
 
-    def convert(self, direction: Direction, state: Mapping[str, Any], adapter: Any = None) -> State:
-        """As `call`, of a copy, keeping what is a tensor under a str."""
-        out = self.call(direction, self.on_device(state), adapter)
+    def convert(
+        self,
+        direction: Direction,
+        state: Mapping[str, Any],
+        adapter: Any = None,
+        *,
+        held: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
+    ) -> State:
+        """As `call`, of a copy (`held` in some way), keeping what is a tensor under a str."""
+        out = self.call(direction, held(self.on_device(state)), adapter)
         if not isinstance(out, Mapping):
             raise not_a_dict(direction, out)
         tensors = {

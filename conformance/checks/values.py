@@ -10,7 +10,7 @@ from conformance.checks._words import by_template, by_words, count, first_differ
 from conformance.checks.values_drawn import drawn
 from conformance.checks.values_flow import dtensor, load, tied
 from conformance.compare import explain
-from conformance.fingerprint import Positions, State, bits, code_of, same_bits
+from conformance.fingerprint import Positions, State, code_of, same_bits, settled
 from conformance.lab import AdapterRaised, Direction, Lab
 from conformance.subject import matches, template_of
 from conformance.template import Leaf
@@ -35,6 +35,7 @@ _BLIND = (
     "exchanged, or rows in another order, are not seen where both directions do the same"
 )
 _LOST = "precision or a bit is lost"
+_CLEANED = "NaN and infinities are replaced by numbers"
 
 
 def pinned_export(lab: Lab) -> Iterator[Finding]:
@@ -312,8 +313,9 @@ def _bits(
             continue
         other = back[key].reshape(value.shape)
         details[key] = first_difference(value, other)
-        same_set = torch.equal(*(bits(v).reshape(-1).sort().values for v in (value, other)))
-        wrong[key] = ("order", "elements are reordered") if same_set else ("values", _LOST)
+        same_set = torch.equal(*(settled(v).reshape(-1).sort().values for v in (value, other)))
+        lost = _CLEANED if _only_numbers_came(value, other) else _LOST
+        wrong[key] = ("order", "elements are reordered") if same_set else ("values", lost)
     causes = _why(lab, positions, {k for k, (kind, _) in wrong.items() if kind != "dtype"})
     for (kind, cause), keys in by_words(wrong):
         coordinate, expected, actual = details[keys[0]]
@@ -328,6 +330,13 @@ def _bits(
             cause=causes.get(keys[0], cause),
             remedy="make one direction the exact inverse of the other, or declare the loss (lossy)",
         )
+
+
+def _only_numbers_came(sent: torch.Tensor, back: torch.Tensor) -> bool:
+    """Whether all that came back otherwise was NaN or infinite."""
+    if not sent.is_floating_point() or sent.element_size() == 1:
+        return False
+    return not bool(sent.isfinite()[settled(sent) != settled(back)].any())
 
 
 def _why(lab: Lab, positions: Positions, keys: set[str]) -> dict[str, str]:

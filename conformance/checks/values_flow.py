@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.checks._words import by_words, count, differences
+from conformance.checks._words import by_words, count, differences, unfilled
 from conformance.checks.keys_listed import copies
 from conformance.fingerprint import State, same_bits
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
@@ -122,7 +122,7 @@ def load(lab: Lab) -> Iterator[Finding]:
     fresh = lab.convert("from_hf", files)
     for key, value in fresh.items():
         if key in back and back[key].shape == value.shape and not same_bits(back[key], value):
-            nan = back[key].is_floating_point() and bool(back[key].isnan().any())
+            nan = unfilled(value, back[key])
             bad[key] = "NaN is left: nobody wrote there" if nan else "another value"
     for words, keys in by_words(bad):
         yield Finding(

@@ -13,8 +13,12 @@ from tests.specimens.edits import (
     value,
     via,
 )
-from tests.specimens.right import Right, State
+from tests.specimens.right import Right, State, is_plain
 from tests.specimens.specimen import BLIND, HEAD, TIED, Specimen, TiedRight
+
+
+def _cleaned(v: Any) -> Any:
+    return v.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def values() -> list[Specimen]:
@@ -191,20 +195,15 @@ def tied() -> list[Specimen]:
 
 
 def flow() -> list[Specimen]:
-    class SkipsNan(Right):
-        """Takes a tensor that is not finite for one that was never initialised."""
+    class SkipsNan(TiedRight):
+        """Takes an embedding of NaN for one that was never initialised."""
 
         def to_hf(self, state_dict: State) -> State:
-            return super().to_hf(
-                {
-                    k: v
-                    for k, v in state_dict.items()
-                    if v.is_meta
-                    or isinstance(v, DTensor)
-                    or not v.is_floating_point()
-                    or not v.isnan().any()
-                }
-            )
+            tok = state_dict.get("tok.weight")
+            real = is_plain(tok) and not tok.is_meta
+            if real and bool(tok.isnan().all()):
+                state_dict = {k: v for k, v in state_dict.items() if k != "tok.weight"}
+            return super().to_hf(state_dict)
 
     class Placement(Right):
         def export_experts(self, prefix: str, part: str, value: Any) -> State:
@@ -242,7 +241,25 @@ def flow() -> list[Specimen]:
             )
 
     return [
-        Specimen("nan-taken-for-absent", "values.load", "model.", SkipsNan, "REF-02", True, BLIND),
+        Specimen(
+            "nan-cleaned-on-export",
+            "values.native-round-trip",
+            "norm.weight",
+            edited(before_export=value(r"^norm", _cleaned)),
+            "",
+            True,
+            BLIND,
+        ),
+        Specimen(
+            "nan-cleaned-on-import",
+            "values.native-round-trip",
+            "norm.weight",
+            edited(imports=value(r"^norm", _cleaned)),
+            "",
+            True,
+            BLIND,
+        ),
+        Specimen("nan-taken-for-absent", "values.load", "model.", SkipsNan, "REF-02", True, TIED),
         Specimen("placement-keyword", "values.dtensor", "moe.w", Placement, "FUS-07", True, BLIND),
         Specimen(
             "replicate-has-no-axis", "values.dtensor", "moe.w", Axis, "GEO-03, GEO-04", False, BLIND
