@@ -7,13 +7,15 @@ knows keys, not elements; elements are `fingerprint.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance.fingerprint import Positions, State, blank, same_bits
+from conformance.raised import AdapterRaised
 from conformance.template import Leaf, leaf_of
 
 _aten = torch.ops.aten
@@ -125,6 +127,64 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+def traced(
+    convert: Callable[[State], dict[Any, Any]],
+    leaves: Mapping[str, Leaf],
+    *,
+    zeros: bool,
+    values: bool,
+    constant: Container[str] = (),
+) -> Trace:
+    """The trace of a conversion of meta tensors, or of zeros where those fail.
+
+    Zeros also where an output shows no source, unless it is a known `constant`: an adapter may
+    leave out copies on meta tensors. What even those do not show, as another thread's work, values
+    do. `zeros` and `values` say whether there is room for them.
+    """
+    first: AdapterRaised | None = None
+    found: Trace | None = None
+    for device in ("meta", "cpu") if zeros else ("meta",):
+        state = blank(leaves, device)
+        tracer = Tracer(state)
+        try:
+            with tracer:
+                out = convert(dict(state))
+        except AdapterRaised as error:
+            first = error
+            continue
+        found = replace(tracer.result(out), known=device == "cpu")
+        if all(sources or key in constant for key, sources in found.sources.items()):
+            return replace(found, known=True)
+    if found is None:
+        assert first is not None
+        raise first
+    return _by_values(convert, Positions(leaves), found, out) if found.known and values else found
+
+
+def _by_values(
+    convert: Callable[[State], dict[Any, Any]],
+    positions: Positions,
+    found: Trace,
+    zeros: Mapping[Any, Any],
+) -> Trace:
+    """The trace with sources of what showed none, from whose numbers its elements are.
+
+    What is the same of `zeros` as of numbers is a constant: no input went into it.
+    """
+    try:
+        passes = [convert(positions.state(which)) for which in range(positions.passes)]
+    except AdapterRaised:
+        return found
+    seen = {}
+    for key in (key for key, sources in found.sources.items() if not sources):
+        digits: list[Any] = [out.get(key) for out in passes]
+        if all(_dense(value) and value.shape == zeros[key].shape for value in digits) and not all(
+            same_bits(zeros[key], value) for value in digits
+        ):
+            seen[key] = frozenset(positions.owners(positions.decode(digits)))
+    return replace(found, sources={**found.sources, **seen})
 
 
 def _dense(value: Any) -> bool:

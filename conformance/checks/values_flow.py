@@ -145,15 +145,17 @@ def dtensor(lab: Lab) -> Iterator[Finding]:
             placed = lab.on_device(state)
             sharded = {k: _distribute(v, mesh, placements) for k, v in placed.items()}
             adapter = lab.adapter()
+            given: Mapping[str, Any] = sharded
             try:
-                out = lab.call("to_hf", sharded, adapter)
+                out = lab.call("to_hf", dict(sharded), adapter)
                 yield from _same(lab, "to_hf", name, plain, out)
+                given = out
                 back = lab.call("from_hf", dict(out), adapter)
                 yield from _same(lab, "from_hf", name, plain_back, back)
             except AdapterRaised as error:
                 yield Finding(
                     what=f"{error.direction} refuses DTensors ({name})",
-                    keys=_blamed(lab, error, state),
+                    keys=_blamed(lab, error, given),
                     expected="what plain tensors give",
                     actual=str(error),
                     cause="a path that only DTensors take",
@@ -161,22 +163,18 @@ def dtensor(lab: Lab) -> Iterator[Finding]:
                 )
 
 
-def _blamed(lab: Lab, error: AdapterRaised, state: State) -> tuple[str, ...]:
-    """The first key that makes a conversion of DTensors raise by itself."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
-    if error.direction != "to_hf":
-        return tuple(list(state)[:1])
-    kind = lab.device.kind.value
-    mesh = init_device_mesh(kind, (1, 1), mesh_dim_names=("replicate", "shard"))
-    for key, value in lab.on_device(state).items():
+def _blamed(lab: Lab, error: AdapterRaised, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The first key that makes a conversion of DTensors raise by itself, and what it is made of."""
+    export = error.direction == "to_hf"
+    made = lab.export.targets() if export else lab.imported.sources
+    for key, others in made.items():
+        part = (key,) if export else tuple(sorted(others))
         try:
-            lab.call("to_hf", {key: _distribute(value, mesh, (Replicate(), Shard(0)))})
+            lab.call("to_hf" if export else "from_hf", {k: given[k] for k in part if k in given})
         except AdapterRaised as again:
-            if type(again.error) is type(error.error) and lab.export.targets().get(key):
-                return (key,)
-    return tuple(list(state)[:1])
+            if type(again.error) is type(error.error):
+                return (key,) if export else (key, *part[:1])
+    return tuple(given)[:1]
 
 
 def _distribute(value: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:

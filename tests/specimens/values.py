@@ -194,6 +194,14 @@ def tied() -> list[Specimen]:
     ]
 
 
+class ThroughNumpy(Right):
+    """Values leave torch on the way, for what knows neither bfloat16 nor DTensors."""
+
+    def to_hf(self, state_dict: State) -> State:
+        out = super().to_hf(state_dict)
+        return {k: torch.from_numpy(v.detach().cpu().numpy().copy()) for k, v in out.items()}
+
+
 def flow() -> list[Specimen]:
     class SkipsNan(TiedRight):
         """Takes an embedding of NaN for one that was never initialised."""
@@ -260,6 +268,7 @@ def flow() -> list[Specimen]:
             BLIND,
         ),
         Specimen("nan-taken-for-absent", "values.load", "model.", SkipsNan, "REF-02", True, TIED),
+        Specimen("through-numpy", "values.dtensor", "tok.weight", ThroughNumpy, "", False, BLIND),
         Specimen("placement-keyword", "values.dtensor", "moe.w", Placement, "FUS-07", True, BLIND),
         Specimen(
             "replicate-has-no-axis", "values.dtensor", "moe.w", Axis, "GEO-03, GEO-04", False, BLIND

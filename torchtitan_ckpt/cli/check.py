@@ -48,8 +48,8 @@ class Args:
     example: str = ""
     """Only this case of a check that searches, as its finding printed it."""
     max_elements: int = 48_000_000
-    """Check values on at most this many elements: on all of a model of half as many, on some layers
-    of a larger one."""
+    """Check values on at most this many elements: on all of a model that has no more, and on some
+    layers of a larger one. What each tensor is made from is checked on all layers of both."""
     json: Path | None = None
     """Write the report as JSON; `-` prints it instead of the text."""
     junit: Path | None = None
