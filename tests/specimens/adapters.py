@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.specimens import keys, numbers, pinned, purity, refused, shapes, unseen, values
+from tests.specimens import calls, keys, numbers, pinned, purity, refused, shapes, unseen, values
 from tests.specimens.specimen import Specimen
 
 SPECIMENS: tuple[Specimen, ...] = (
@@ -24,5 +24,6 @@ SPECIMENS: tuple[Specimen, ...] = (
     *values.tied(),
     *values.flow(),
     *purity.purity(),
+    *calls.calls(),
     *unseen.unseen(),
 )
