@@ -44,13 +44,20 @@ def write(state: State, folder: str | Path, files: Mapping[str, int]) -> None:
     from safetensors.torch import save_file
 
     count = max(files.values(), default=1)
-    weight_map = {}
     for number in sorted(set(files.values())):
         part = {k: state[k].contiguous() for k in state if files[k] == number}
         save_file(part, Path(folder, file_name(number, count)), metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file_name(number, count)))
     size = sum(v.numel() * v.element_size() for v in state.values())
-    content = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    write_index(folder, {k: files[k] for k in state}, size)
+
+
+def write_index(folder: str | Path, files: Mapping[str, int], size: int = 0) -> None:
+    """Write the index of files that need not be there."""
+    count = max(files.values(), default=1)
+    content = {
+        "metadata": {"total_size": size},
+        "weight_map": {key: file_name(number, count) for key, number in files.items()},
+    }
     Path(folder, INDEX).write_text(json.dumps(content))
 
 

@@ -20,6 +20,7 @@ from conformance.raised import AdapterReturned, Kept, not_a_dict
 from conformance.raised import NotApplicable as NotApplicable
 from conformance.raised import theirs as theirs
 from conformance.raised import words_of as words_of
+from conformance.settings import Changed, put_back
 from conformance.spread import Picture
 from conformance.subject import Reference, Subject, matches
 from conformance.template import FileList, Leaf, file_list, native_template
@@ -59,6 +60,7 @@ class Lab:
             "to_hf": frozenset(),
             "from_hf": frozenset(),
         }
+        self.left: Changed = {}  # settings of the process that the last call left changed
         self.seed = seed
         self.max_elements = max_elements
         self.device = device or Device(DeviceKind.CPU)
@@ -156,7 +158,7 @@ class Lab:
                 cause="an adapter is given where something that makes a fresh one is wanted",
                 remedy="adapter=lambda hf_assets_path=None: MyAdapter(my_config, hf_assets_path)",
             )
-        with theirs("the adapter's factory"):
+        with theirs("the adapter's factory"), put_back() as self.left:
             if assets is not None and self.takes_assets:
                 return factory(hf_assets_path=assets)
             return factory()
@@ -173,7 +175,7 @@ class Lab:
         """One conversion by a fresh adapter (or the given one), of the given dict as it is."""
         wrapped = getattr(self.subject, direction)
         adapter = self.adapter() if adapter is None else adapter
-        with theirs(direction):
+        with theirs(direction), put_back() as self.left:
             if wrapped is not None:
                 return wrapped(adapter, state)
             return getattr(adapter, direction)(state)
@@ -211,18 +213,24 @@ class Lab:
         held: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
     ) -> State:
         """As `call`, of a copy (`held` in some way), keeping what is a tensor under a str."""
-        out = self.call(direction, held(self.on_device(state)), adapter)
-        if not isinstance(out, Mapping):
-            raise not_a_dict(direction, out)
-        tensors = {
-            k: v
-            for k, v in out.items()
-            if isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided
-        }
+        tensors = self.tensors(
+            direction, self.call(direction, held(self.on_device(state)), adapter)
+        )
         empty = [k for k, v in tensors.items() if v.is_meta]
         if empty and not any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
             raise Kept(direction, empty)
         return tensors
+
+    @staticmethod
+    def tensors(direction: Direction, out: Any) -> State:
+        """What is a tensor under a str of what a call returned."""
+        if not isinstance(out, Mapping):
+            raise not_a_dict(direction, out)
+        return {
+            k: v
+            for k, v in out.items()
+            if isinstance(k, str) and isinstance(v, torch.Tensor) and v.layout == torch.strided
+        }
 
     def on_device(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of `state` whose tensors lie on the device under test, as a trainer's do.

@@ -33,13 +33,15 @@ def by_words(items: Mapping[str, T]) -> Iterator[tuple[T, list[str]]]:
 
 
 def otherwise(wanted: State, have: State) -> dict[str, str]:
-    """Key -> how `have` differs from `wanted`: absent, of another shape, other bits, or new."""
+    """Key -> how `have` differs from `wanted`: absent, another shape, dtype or bits, or new."""
     wrong = {}
     for key, value in wanted.items():
         if key not in have:
             wrong[key] = "left out"
         elif tuple(have[key].shape) != tuple(value.shape):
             wrong[key] = f"shape {tuple(have[key].shape)}"
+        elif have[key].dtype != value.dtype:
+            wrong[key] = f"dtype {str(have[key].dtype).removeprefix('torch.')}"
         elif not same_bits(value, have[key]):
             wrong[key] = OTHER
     return wrong | {k: "a new key" for k in have if k not in wanted}

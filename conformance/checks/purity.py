@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from conformance.checks._words import by_words, count, differences
+from conformance.checks._words import by_words, count
+from conformance.checks.purity_calls import (
+    ORDER,
+    assets,
+    compare,
+    first_call,
+    repeat,
+    settings,
+    sides,
+)
 from conformance.fingerprint import EDGES, State, bits, same_bits
-from conformance.lab import Direction, Lab
+from conformance.lab import Lab
 from conformance.verdict import Finding
 
-
-def _sides(lab: Lab, salt: int) -> list[tuple[Direction, State]]:
-    return [
-        ("to_hf", lab.noise(lab.value_native, salt)),
-        ("from_hf", lab.noise(lab.value_hf, salt)),
-    ]
+__all__ = [
+    "aliasing",
+    "assets",
+    "contiguous_when_saved",
+    "input_unchanged",
+    "order",
+    "repeat",
+    "settings",
+    "stateless",
+]
 
 
 def input_unchanged(lab: Lab) -> Iterator[Finding]:
     """The caller's dict keeps its keys and its tensors, and the tensors keep their bytes."""
-    for direction, state in _sides(lab, 10):
+    for direction, state in sides(lab, 10):
         before, state = state, lab.on_device(state)
         given = dict(state)
         lab.call(direction, given)
@@ -53,17 +64,17 @@ def input_unchanged(lab: Lab) -> Iterator[Finding]:
 
 def stateless(lab: Lab) -> Iterator[Finding]:
     """What another instance, or the other direction, saw before does not matter."""
-    (_, native), (_, files) = _sides(lab, 11)
-    (_, native_two), (_, files_two) = _sides(lab, 12)
-    yield from _kept(lab, native, native_two)
-    adapter = lab.adapter()
-    lab.convert("to_hf", native_two, adapter)
-    after = lab.convert("from_hf", files, adapter)
-    yield from _compare(lab, "from_hf after to_hf of another model", "from_hf", files, after)
-    adapter = lab.adapter()
-    lab.convert("from_hf", files_two, adapter)
-    after = lab.convert("to_hf", native, adapter)
-    yield from _compare(lab, "to_hf after from_hf of other files", "to_hf", native, after)
+    export, load = sides(lab, 11)
+    export_two, load_two = sides(lab, 12)
+    yield from _kept(lab, export[1], export_two[1])
+    for what, before, side in (
+        ("from_hf after to_hf of another model", export_two, load),
+        ("to_hf after from_hf of other files", load_two, export),
+    ):
+        adapter = lab.adapter()
+        lab.convert(*before, adapter)
+        after = lab.convert(*side, adapter)
+        yield from compare(lab, what, side, first_call(lab, side), after)
 
 
 def _kept(lab: Lab, native: State, native_two: State) -> Iterator[Finding]:
@@ -91,90 +102,24 @@ def _kept(lab: Lab, native: State, native_two: State) -> Iterator[Finding]:
         )
 
 
-def repeat(lab: Lab) -> Iterator[Finding]:
-    """A second call on one instance gives what a first call gives."""
-    for (direction, state), (_, other) in zip(_sides(lab, 13), _sides(lab, 14), strict=True):
-        adapter = lab.adapter()
-        lab.convert(direction, state, adapter)
-        for name, given in (("second", other), ("third", state)):
-            out = lab.convert(direction, given, adapter)
-            yield from _compare(lab, f"a {name} {direction}", direction, given, out)
-
-
 def order(lab: Lab) -> Iterator[Finding]:
     """Shuffled and reversed dicts give the same tensors."""
-    for direction, state in _sides(lab, 15):
-        wanted = _first(lab, direction, state)
+    for side in sides(lab, 15):
+        direction, state = side
+        wanted = first_call(lab, side)
         shuffled = list(state)
         random.Random(lab.seed).shuffle(shuffled)
         for name, keys in (("reversed", list(state)[::-1]), ("shuffled", shuffled)):
             out = lab.convert(direction, {k: state[k] for k in keys})
-            what = f"{direction} of a {name} dict"
-            found = list(_compare(lab, what, direction, state, out, wanted))
+            found = list(compare(lab, f"{direction} of a {name} dict", side, wanted, out, ORDER))
             yield from found
             if found:
                 break
 
 
-_KEPT = ("something is kept on the adapter or its class", "keep nothing between calls")
-_ORDER = ("the order of the dict is used", "find members by number, not by position")
-_UNSTEADY = (
-    "no two calls agree: random numbers, or memory that nobody wrote to (torch.empty)",
-    "fill what no file holds with a constant",
-)
-
-
-def _first(lab: Lab, direction: Direction, state: State) -> State:
-    """A first call of a fresh adapter, in which memory that nobody writes to is NaN."""
-    with _filled():
-        return lab.convert(direction, state)
-
-
-def _compare(
-    lab: Lab,
-    what: str,
-    direction: Direction,
-    state: State,
-    have: State,
-    wanted: State | None = None,
-) -> Iterator[Finding]:
-    """Against a first call of a fresh adapter, `wanted`."""
-    wanted = _first(lab, direction, state) if wanted is None else wanted
-    found = list(differences(wanted, have))
-    again = lab.convert(direction, state) if found else {}
-    unsteady = {key for one in differences(wanted, again) for key in one.keys} if found else set()
-    for one in found:
-        cause, remedy = _ORDER if "dict" in what else _KEPT
-        if unsteady.issuperset(one.keys):
-            cause, remedy = _UNSTEADY
-        yield Finding(
-            what=f"{what} gives {count(len(one.keys), 'tensor')} otherwise",
-            keys=one.keys,
-            coordinate=one.coordinate,
-            expected="what a first call of a fresh adapter gives in the model's order",
-            actual=one.actual,
-            cause=cause,
-            remedy=remedy,
-        )
-
-
-@contextmanager
-def _filled() -> Iterator[None]:
-    """Memory that torch hands out holds NaN, or the largest integer, until it is written."""
-    before = torch.get_deterministic_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        # `use_deterministic_algorithms` does the same, and imports the compiler for it.
-        torch.set_deterministic_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(before)
-
-
 def aliasing(lab: Lab) -> Iterator[Finding]:
     """No two outputs share an element; sharing a storage without overlap is fine."""
-    for direction, state in _sides(lab, 16):
+    for direction, state in sides(lab, 16):
         out = lab.convert(direction, state)
         tied = {*lab.may.tied, *lab.may.tied.values(), *lab.hf_tied, *lab.hf_tied.values()}
         storages: dict[int, list[str]] = {}

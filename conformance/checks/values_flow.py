@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,11 @@ def load(lab: Lab) -> Iterator[Finding]:
         hole[key] = torch.full_like(value, float("nan")) if floating else torch.zeros_like(value)
     expected = lab.noise(leaves, salt=4)
     files = lab.convert("to_hf", expected)
+    fresh = lab.convert("from_hf", files)
+    held = [*_held("to_hf", files), *_held("from_hf", fresh)]
+    if held:
+        yield from held
+        return
     adapter = lab.adapter()
     targets = lab.convert("to_hf", hole, adapter)
     lost = [k for k in files if k not in targets]
@@ -119,7 +124,6 @@ def load(lab: Lab) -> Iterator[Finding]:
             return
     back = lab.convert("from_hf", targets, adapter)
     bad = {}
-    fresh = lab.convert("from_hf", files)
     for key, value in fresh.items():
         if key in back and back[key].shape == value.shape and not same_bits(back[key], value):
             nan = unfilled(value, back[key])
@@ -133,6 +137,36 @@ def load(lab: Lab) -> Iterator[Finding]:
             cause="from_hf returns what to_hf saw, or two targets share memory",
             remedy="make from_hf depend on its argument only",
         )
+
+
+def _held(direction: Direction, out: State) -> Iterator[Finding]:
+    """What is no plain tensor, one finding for each way of not being one."""
+    for is_so, actual, cause, remedy in _HELD:
+        if keys := tuple(key for key, value in out.items() if is_so(value)):
+            yield Finding(
+                what=f"{direction} returns {count(len(keys), 'tensor')} that {actual}",
+                keys=keys,
+                expected="plain tensors, as in a model's state dict: they can be written in place",
+                actual=actual,
+                cause=cause,
+                remedy=remedy,
+            )
+
+
+_HELD: tuple[tuple[Callable[[torch.Tensor], bool], str, str, str], ...] = (
+    (
+        lambda value: value.requires_grad,
+        "autograd follows",
+        "a Parameter, or a result that keeps what it was made from",
+        "return detached tensors",
+    ),
+    (
+        torch.Tensor.is_inference,
+        "were made in inference mode",
+        "torch.inference_mode: a model that takes them over cannot be trained",
+        "use torch.no_grad",
+    ),
+)
 
 
 def dtensor(lab: Lab) -> Iterator[Finding]:

@@ -5,7 +5,18 @@
 
 from __future__ import annotations
 
-from tests.specimens import index, keys, numbers, pinned, purity, refused, shapes, unseen, values
+from tests.specimens import (
+    calls,
+    index,
+    keys,
+    numbers,
+    pinned,
+    purity,
+    refused,
+    shapes,
+    unseen,
+    values,
+)
 from tests.specimens.specimen import Specimen
 
 SPECIMENS: tuple[Specimen, ...] = (
@@ -24,5 +35,6 @@ SPECIMENS: tuple[Specimen, ...] = (
     *values.tied(),
     *values.flow(),
     *purity.purity(),
+    *calls.calls(),
     *unseen.unseen(),
 )
