@@ -114,7 +114,7 @@ def index() -> list[Specimen]:
         Specimen("stale-index", "keys.index", "mtp.0.head.weight", Stale, "TIE-03", True, BLIND),
         Specimen("index-ignored", "keys.index", "model.", Ignores, "HFS-05", False, BLIND),
         Specimen("files-from-zero", "keys.index", "model.", FromZero, "HFS-04", False, BLIND),
-        Specimen("files-as-text", "keys.index", "00001", AsText, "HFS-04", False, BLIND),
+        Specimen("files-as-text", "keys.index", "00012", AsText, "HFS-04", False, BLIND),
         Specimen("index-lacks-head", "keys.index", HEAD, Shorter, "HFS-03", False, BLIND),
         Specimen("all-in-one-file", "keys.index", "model.", AllInOne, "HFS-04", False, BLIND),
     ]
