@@ -118,7 +118,9 @@ CONTRACT: tuple[Check, ...] = (
     Check("purity.order", 2, "The order of the dict does not matter."),
     Check("purity.aliasing", 2, "No two outputs share an element."),
     Check("purity.contiguous-when-saved", 2, "A saved output holds its own bytes.", runs=_OUT),
-    Check("values.drawn", 2, "Drawn parts, orders, dtypes and sizes convert alike.", after=_WHOLE),
+    Check(
+        "values.drawn", 2, "Parts, orders, dtypes, values and sizes convert alike.", after=_WHOLE
+    ),
     Check("files.index", 3, "Index, headers and keys agree; every file opens.", (), ()),
     Check(
         "files.reread", 3, "What was written is read back bit for bit.", (), (), ("files.index",)

@@ -21,7 +21,7 @@ import torch
 from conformance import Report, Subject, check, codec
 from conformance.checks import values_drawn
 from conformance.fills import FILLS, HOLDS, filled
-from conformance.fingerprint import noise, same_bits
+from conformance.fingerprint import has_nan, noise, same_bits
 from conformance.lab import Lab
 from conformance.search import Case, cases, listed, smallest, state_of_text, states, text_of_state
 from conformance.subjects import configs, families
@@ -208,6 +208,8 @@ def test_values_keep_shapes_dtypes_and_what_a_tie_may_be_checked_with(kind: str)
     out = filled(kind, state, {"float32(5, 4)"})
     assert {k: leaf_of(v) for k, v in out.items()} == leaves
     assert not out["float32(5, 4)"].isnan().any()
+    # Whoever asks with == whether two are equal is to be told yes.
+    assert not (kind.startswith("equal") and any(map(has_nan, out.values())))
     assert all(same_bits(v, noise(leaves, 1)[k]) for k, v in state.items())
 
 
