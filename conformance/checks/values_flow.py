@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -178,13 +179,12 @@ def dtensor(lab: Lab) -> Iterator[Finding]:
         for name, placements, mesh in _placements(lab.device.kind.value):
             placed = lab.on_device(state)
             sharded = {k: _distribute(v, mesh, placements) for k, v in placed.items()}
-            adapter = lab.adapter()
+            call = functools.partial(lab.call, adapter=lab.adapter())
             given: Mapping[str, Any] = sharded
             try:
-                out = lab.call("to_hf", dict(sharded), adapter)
-                yield from _same(lab, "to_hf", name, plain, out)
-                given = out
-                back = lab.call("from_hf", dict(out), adapter)
+                given = lab.outputs("to_hf", dict(sharded), call)
+                yield from _same(lab, "to_hf", name, plain, given)
+                back = lab.outputs("from_hf", dict(given), call)
                 yield from _same(lab, "from_hf", name, plain_back, back)
             except AdapterRaised as error:
                 yield Finding(

@@ -77,7 +77,7 @@ def told(wrong: Mapping[str, Source], what: str, oracle: str = "") -> Iterator[F
             expected=f"made from {_shown(missing or expected)}",
             actual=f"made from {_shown(new or actual)}"
             + (f", which to_hf writes as {way}" if way else ""),
-            cause=("a number is another" if len(templates) == 1 else "names are exchanged")
+            cause=("a number is another" if len(templates) == 1 else "names are swapped")
             + (" in one of the directions" if way else ""),
             remedy="give each name of one side one name of the other, with the same numbers",
             oracle=oracle,

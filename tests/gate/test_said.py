@@ -108,7 +108,7 @@ def test_a_round_trip_that_exchanges_two_tensors_says_so() -> None:
 
     cell = said(edited(None, exchange), "values.native-round-trip").cells[0]
     (finding,) = cell.findings
-    assert finding.cause == "names are exchanged in one of the directions"
+    assert finding.cause == "names are swapped in one of the directions"
     assert finding.actual.startswith("made from layers.3.attn.k_norm.weight, which to_hf writes as")
     lost = edited(None, value("norm", lambda v: v.to(torch.bfloat16).to(v.dtype)))
     cell = said(lost, "values.native-round-trip").cells[0]
