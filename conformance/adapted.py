@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from conformance.fingerprint import State, same_bits
 from conformance.lab import Direction, Lab
 from conformance.raised import AdapterRaised, not_a_dict
+from conformance.shares import Share, shares
 from conformance.subject import Subject
 from torchtitan_ckpt.device import ENV, current
 from torchtitan_ckpt.parallel import Meshes, ParallelDegrees, build_meshes
@@ -49,7 +50,8 @@ class Told:
 
     `raised` says why there is no more. `given` are the keys of each direction: a rank may export
     only what it holds. `ways` counts how `from_hf` hands back what was a DTensor: "as it lay",
-    "whole" (on every rank of an axis that shards it), "plain".
+    "whole" (on every rank of an axis that shards it), "plain". `held` is this rank's share of the
+    tensors of each stage that it came to: "model", "to_hf", "from_hf".
     """
 
     raised: tuple[Wrong, ...] = ()
@@ -58,6 +60,7 @@ class Told:
     values: tuple[Wrong, ...] = ()
     placements: tuple[Wrong, ...] = ()
     ways: Counter[str] = field(default_factory=Counter)
+    held: Mapping[str, Mapping[str, Share]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,21 +109,23 @@ def convert(ticket: bytes, truth: str, degrees: ParallelDegrees, kind: str) -> T
     aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
     meshes = build_meshes(degrees, device.kind.value)
     placed = {key: _place(key, value, meshes, where) for key, value in known.native.items()}
-    adapter = lab.adapter()
+    adapter, held = lab.adapter(), {"model": shares(placed)}
     out, raised = _call(lab, "to_hf", placed, adapter, aside)
     if raised:
-        return Told(raised=raised)
+        return Told(raised=raised, held=held)
+    held["to_hf"] = shares(out)
     shapes, values = _compared("to_hf", known.hf, out)
     files = {key: value.to(where) for key, value in known.files.items() if key in out}
     filled = {key: _filled(out[key], value) for key, value in files.items()}
     back, raised = _call(lab, "from_hf", filled, adapter, aside)
     if raised:
-        return Told(raised, {"to_hf": frozenset(out)}, shapes, values)
+        return Told(raised, {"to_hf": frozenset(out)}, shapes, values, held=held)
+    held["from_hf"] = shares(back)
     more = _compared("from_hf", known.back, back)
     ways: Counter[str] = Counter()
     moved = tuple(_moved(placed, back, ways))
     given: dict[Direction, frozenset[str]] = {"to_hf": frozenset(out), "from_hf": frozenset(back)}
-    return Told((), given, shapes + more[0], values + more[1], moved, ways)
+    return Told((), given, shapes + more[0], values + more[1], moved, ways, held)
 
 
 @functools.lru_cache(maxsize=4)

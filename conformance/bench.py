@@ -7,6 +7,7 @@ one is blocked, a check that raises by itself is an error of the gate. Nothing d
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import shlex
 import time
@@ -18,6 +19,7 @@ from conformance.contract import BY_ID, RUNS, Check, known
 from conformance.lab import MAX_ELEMENTS, Lab
 from conformance.raised import AdapterRaised, Kept, NotApplicable, told
 from conformance.subject import Subject, place_of
+from conformance.subjects import is_name
 from conformance.verdict import Cell, Finding, Told, Verdict
 from torchtitan_ckpt.device import Device
 from torchtitan_ckpt.errors import CheckpointError, ConfigError
@@ -42,6 +44,17 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Lists of 100,000 keys are no garbage, and looking through them each time takes a third."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 10_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 class Bench:
     """One subject's lab and the verdicts so far; parents of a check are run when asked for."""
 
@@ -61,9 +74,9 @@ class Bench:
             raise ConfigError(*wordless)
         known(subject.expect, f"expect of subject {subject.name}")
         self.subject = subject
-        # What a command line calls it, where that is not its own name.
+        # What a command line calls it; nothing where it cannot be named there.
         found = called or place_of(subject)
-        self.called = found or subject.name
+        self.called = found or (subject.name if is_name(subject.name) else "")
         self.without = frozenset(without)
         self.lab = Lab(
             subject,
@@ -206,20 +219,26 @@ class Bench:
         ).placed(subject=self.subject.name, check=clause.id, again=self._again(clause))
 
     def _again(self, clause: Check, example: str = "") -> str:
-        name = shlex.quote(self.called)
-        seed = "" if self.lab.seed == SEED else f" --seed {self.lab.seed}"
+        """What repeats a finding: a command, or a call where none can name the subject."""
         label = self.lab.device.label.replace("npu-simulated", "npu-sim")
-        device = "" if label == "cpu" else f" --device {label}"
-        degrees = "".join(
-            f" --degrees {shlex.quote(getattr(d, 'label', str(d)))}"
-            for d in self.subject.degrees
-            if clause.chapter in ("reshard", "seed")
+        degrees = [getattr(d, "label", str(d)) for d in self.subject.degrees]
+        options = {
+            "example": example,
+            "seed": "" if self.lab.seed == SEED else self.lab.seed,
+            "max_elements": "" if self.lab.max_elements == MAX_ELEMENTS else self.lab.max_elements,
+            "device": "" if label == "cpu" else label,
+            "degrees": degrees if clause.chapter in ("reshard", "seed") else (),
+        }
+        given = {name: value for name, value in options.items() if value}
+        if not self.called:
+            words = "".join(f", {name}={value!r}" for name, value in given.items())
+            return f"check(subject, checks=[{clause.id!r}]{words})  # of {self.subject.name!r}"
+        flags = "".join(
+            f" --{name.replace('_', '-')} {shlex.quote(str(one))}"
+            for name, value in given.items()
+            for one in (value if isinstance(value, list) else [value])
         )
-        case = f" --example {shlex.quote(example)}" if example else ""
-        most = self.lab.max_elements
-        size = "" if most == MAX_ELEMENTS else f" --max-elements {most}"
-        options = f"{case}{seed}{size}{device}{degrees}"
-        return f"torchtitan-ckpt check {name} --check {clause.id}{options}"
+        return f"torchtitan-ckpt check {shlex.quote(self.called)} --check {clause.id}{flags}"
 
     def _cell(
         self,
@@ -233,8 +252,8 @@ class Bench:
         seconds = 0.0 if begin is None else time.perf_counter() - begin
         if verdict in ("n/a", "blocked") and clause.id in self.subject.expect:
             reason += f"; expected to fail: {self.subject.expect[clause.id]}, which was not seen"
-        ran = clause.id in _RESHARDED and verdict not in ("n/a", "blocked", "error")
-        pairs = self.lab.managers.pairs if ran else []
+        ran = verdict not in ("n/a", "blocked", "error")
+        pairs = self.lab.managers.pairs if ran and clause.id in _RESHARDED else []
         return Cell(
             subject=self.subject.name,
             check=clause.id,
@@ -242,6 +261,7 @@ class Bench:
             reason=reason,
             findings=findings,
             pairs=tuple((source.name, target.name) for source, target in pairs),
+            pictures=self.lab.pictures.get(clause.id, ()) if ran else (),
             seconds=seconds,
         )
 

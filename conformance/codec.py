@@ -103,3 +103,17 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor, block: int = 128) -> 
     """The values that block-scaled codes stand for."""
     grid = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
     return codes.float() * grid[: codes.shape[0], : codes.shape[1]]
+
+
+# What the codes of E2M1 are worth; the upper eight are the negatives.
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def unpacked(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """The values of mxfp4, [..., rows, groups, 16] bytes: two codes a byte, the low one first.
+
+    A group of 32 has one exponent, a byte n that means 2^(n - 127).
+    """
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    values = torch.cat((_E2M1, -_E2M1))[codes]
+    return torch.ldexp(values, exponents[..., None].int() - 127).flatten(-2)

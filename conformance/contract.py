@@ -248,12 +248,18 @@ def select(
     for glob in globs:
         if not fnmatch.filter(BY_ID, glob):
             raise _unknown("--check", glob)
-    return tuple(
-        check
-        for check in CONTRACT
-        if (level is None or check.level <= level)
-        and (check.id in globs or (check.since <= version and _asked(check, globs)))
-    )
+    asked = [c for c in CONTRACT if c.id in globs or (c.since <= version and _asked(c, globs))]
+    found = tuple(check for check in asked if level is None or check.level <= level)
+    if asked and not found:
+        raise ConfigError(
+            Problem(
+                code="check.level-too-low",
+                what=f"none of the checks that were asked for is of level {level} or lower",
+                actual=", ".join(f"{check.id}: level {check.level}" for check in asked[:3]),
+                fix=f"ask for level {min(check.level for check in asked)}, or for no level",
+            )
+        )
+    return found
 
 
 def _asked(check: Check, globs: Sequence[str]) -> bool:

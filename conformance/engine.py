@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.bench import SEED, Bench, one_thread
+from conformance.bench import SEED, Bench, one_thread, seldom_collected
 from conformance.contract import VERSION, known, previews, select
 from conformance.lab import MAX_ELEMENTS
 from conformance.manager_lab import case_of
@@ -107,7 +107,7 @@ def check(
             if progress:
                 at = f"{bench.subject.name}::{clause.id}"
                 progress(at, len(cells) + len(mine), len(resolved) * len(chosen))
-            with one_thread():
+            with one_thread(), seldom_collected():
                 mine[clause.id] = bench.run(clause)
         # A run is not clean where what it asked for waits for a check that fails.
         mine |= {one.check: one for cell in [*mine.values()] for one in bench.behind(cell)}

@@ -1,17 +1,19 @@
 """Tensors whose values say where they belong, for every dtype, bit for bit.
 
-Two kinds. `noise` holds every bit pattern but NaN: what is lost by a cast shows. `Positions`
-numbers all elements of a state dict and writes the numbers in digits, one digit a pass, as values
-that bf16, fp16, fp32 and fp64 hold exactly; so each element of a result can be decoded to the key
-and the coordinate it came from, however the adapter moved it. Nothing here compares or judges.
+Two kinds. `noise` holds every bit pattern of numbers, and a canonical NaN: what is lost by a cast
+or cleaned away shows. `Positions` numbers all elements of a state dict and writes the numbers in
+digits, one digit a pass, as values that bf16, fp16, fp32 and fp64 hold exactly; so each element of
+a result can be decoded to the key and the coordinate it came from, however the adapter moved it.
+Nothing here compares or judges.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,29 +57,66 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INT_OF_SIZE[tensor.element_size()])
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits with one NaN for all: which of them a cast makes depends on the machine's code."""
+    return bits(tensor.masked_fill(tensor.isnan(), math.nan) if has_nan(tensor) else tensor)
+
+
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether dtype, element count and every bit in order are equal (shapes may differ)."""
-    return (
-        one.dtype == two.dtype
-        and one.numel() == two.numel()
-        and torch.equal(bits(one).reshape(-1), bits(two).reshape(-1))
-    )
+    """Whether dtype, element count and every bit in order are equal (shapes may differ).
+
+    But for which NaN a NaN is.
+    """
+    if one.dtype != two.dtype or one.numel() != two.numel():
+        return False
+    return any(torch.equal(of(one).reshape(-1), of(two).reshape(-1)) for of in (bits, settled))
 
 
 def blank(leaves: Mapping[str, Leaf], device: str = "meta") -> State:
     """Zeros, by default without any memory: where only keys, shapes and dtypes matter."""
+    # Where nothing is held, `zeros` is `empty` at several times the price.
+    make = torch.empty if device == "meta" else torch.zeros
     return {
-        key: torch.zeros(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
+        key: make(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
         for key, leaf in leaves.items()
     }
 
 
 def noise(leaves: Mapping[str, Leaf], seed: int, tied: Mapping[str, str] | None = None) -> State:
-    """Every bit pattern but NaN, with -0.0, the smallest and the largest number in front.
+    """Every bit pattern of numbers, with the values of `edges` in front.
 
     An alias in `tied` holds the values of what it is tied to.
     """
-    return {key: _noise((tied or {}).get(key, key), leaf, seed) for key, leaf in leaves.items()}
+    tied = tied or {}
+    state = {key: _noise(tied.get(key, key), leaf, seed) for key, leaf in leaves.items()}
+    return without_nan(state, {*tied, *tied.values()})
+
+
+def without_nan(state: State, keys: Container[str]) -> State:
+    """The state with 0 for NaN under `keys`: what may be compared with ==, which no NaN passes."""
+    return {
+        key: value.masked_fill(value.isnan(), 0) if key in keys and has_nan(value) else value
+        for key, value in state.items()
+    }
+
+
+def has_nan(value: torch.Tensor) -> bool:
+    """Whether a float of more than a byte is NaN somewhere."""
+    wide = value.is_floating_point() and value.element_size() > 1
+    return wide and bool(value.isnan().any())
+
+
+EDGES = 8
+
+
+@functools.lru_cache
+def edges(dtype: torch.dtype) -> torch.Tensor:
+    """What arithmetic and clean-ups do not keep: -0.0, NaN, the infinities, denormals, the ends."""
+    info = torch.finfo(dtype)
+    inf, least = math.inf, info.smallest_normal
+    found = [-0.0, least * info.eps, math.nan, inf, -inf, info.max, least / 2, -1.0]
+    assert len(found) == EDGES
+    return torch.tensor(found, dtype=torch.float64).to(dtype)
 
 
 def _noise(key: str, leaf: Leaf, seed: int) -> torch.Tensor:
@@ -91,14 +130,13 @@ def _noise(key: str, leaf: Leaf, seed: int) -> torch.Tensor:
     raw = words.view(torch.uint8)[: leaf.numel * size]
     flat = raw.view(dtype)
     if leaf.numel and (flat.is_floating_point() or flat.is_complex()):
-        flat = flat.clone()
         # Byte-sized types have no isnan everywhere; their values fit float32.
         wrong = torch.isnan(flat.float() if size == 1 else flat)
-        flat.view(torch.uint8).view(leaf.numel, size)[wrong] = 0
+        # Whole numbers of the element's size; a complex128 is two of them.
+        whole = raw.view(_INT_OF_SIZE[min(size, 8)]).view(leaf.numel, -1)
+        whole.masked_fill_(wrong.unsqueeze(1), 0)
         if flat.is_floating_point() and size > 1:
-            info = torch.finfo(dtype)
-            edge = torch.tensor([-0.0, info.smallest_normal / 2, info.max, -1.0], dtype=dtype)
-            flat[: min(4, leaf.numel)] = edge[: min(4, leaf.numel)]
+            flat[:EDGES] = edges(dtype)[: leaf.numel]
     return flat.reshape(leaf.shape)
 
 
@@ -214,10 +252,11 @@ class Positions:
 
 
 def code_of(dtype: str) -> str:
-    """Dtypes of one code decode alike: floats, wide integers, and each narrow dtype."""
+    """Dtypes of one code decode alike: floats, complex and integer ones, and each narrow dtype."""
     if dtype in _NARROW:
         return dtype
-    return "float" if torch_dtype(dtype).is_floating_point else "integer"
+    kind = torch_dtype(dtype)
+    return "float" if kind.is_floating_point else "complex" if kind.is_complex else "integer"
 
 
 def _kind(dtype: str) -> str:
@@ -241,6 +280,10 @@ def _encode(digit: torch.Tensor, dtype: str) -> torch.Tensor:
         return digit.bool()
     if dtype in _NARROW:
         return digit.to(torch.uint8).view(kind)
+    if kind.is_complex:
+        half = _encode(digit, str(kind.to_real()).removeprefix("torch."))
+        # The parts differ, so that a conjugate or exchanged parts are no number.
+        return torch.complex(half, -half)
     if kind.is_floating_point:
         code = (
             ((digit >> 11) & 1) * -(1 << 31)
@@ -253,19 +296,18 @@ def _encode(digit: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _decode(value: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
     name = str(value.dtype).removeprefix("torch.")
-    value = value.detach().resolve_neg().contiguous().cpu()
+    value = value.detach().resolve_neg().resolve_conj().contiguous().cpu()
     if name in _NARROW:
         digit = value.view(torch.uint8).to(torch.int64)
         return digit, digit < limit
     if value.dtype.is_floating_point:
-        code = value.to(torch.float32).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+        code = value.to(torch.float32).view(torch.int32)
         exponent = ((code >> 23) & 255) - 119
         valid = ((code & 0xFFFF) == 0) & (exponent >= 0) & (exponent < 16)
-        digit = ((code >> 31) << 11) | ((exponent & 15) << 7) | ((code >> 16) & 127)
-        return digit, valid & (digit < limit)
+        digit = ((code >> 31) & 1) << 11 | (exponent & 15) << 7 | (code >> 16) & 127
+        return digit.to(torch.int64), valid & (digit < limit)
     if value.is_complex():
-        return torch.zeros(value.shape, dtype=torch.int64), torch.zeros(
-            value.shape, dtype=torch.bool
-        )
+        digit, valid = _decode(value.real, limit)
+        return digit, valid & (value.imag == -value.real)
     digit = value.to(torch.int64)
     return digit.clamp(0, limit - 1), (digit >= 0) & (digit < limit)

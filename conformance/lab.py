@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,9 +21,10 @@ from conformance.raised import NotApplicable as NotApplicable
 from conformance.raised import theirs as theirs
 from conformance.raised import words_of as words_of
 from conformance.settings import Changed, put_back
+from conformance.spread import Picture
 from conformance.subject import Reference, Subject, matches
 from conformance.template import FileList, Leaf, file_list, native_template
-from conformance.trace import Trace, Tracer
+from conformance.trace import Trace, traced
 from torchtitan_ckpt.device import Device, DeviceKind
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from conformance.manager_lab import ManagerLab
 
 Direction = Literal["to_hf", "from_hf"]
+Convert = Callable[[Direction, State], Any]
 # Values are checked on at most this many elements; of a larger model on some layers.
 MAX_ELEMENTS = 48_000_000
 
@@ -54,11 +55,17 @@ class Lab:
         self.example = example  # the one case that a search is to repeat
         self._resized: dict[tuple[tuple[str, int], ...], Lab] = {}
         self._where: dict[Direction, str] = {}  # the device of `blank`
+        # What is made of nothing by right, so that a part of the model needs no closer look.
+        self._constant: dict[Direction, frozenset[str]] = {
+            "to_hf": frozenset(),
+            "from_hf": frozenset(),
+        }
         self.left: Changed = {}  # settings of the process that the last call left changed
         self.seed = seed
         self.max_elements = max_elements
         self.device = device or Device(DeviceKind.CPU)
         self.notes: list[str] = list(subject.notes)
+        self.pictures: dict[str, tuple[Picture, ...]] = {}  # check -> what it shows of a reshard
 
     # -- what the subject supplies ------------------------------------------------------------
 
@@ -90,8 +97,9 @@ class Lab:
         with theirs("the subject's hf", reads=True):
             found = file_list(self.subject.hf)
         if found is None and self.subject.reference is not None:
-            trace = self.trace("to_hf", self.native, self.ask)
-            found = FileList(trace.leaves, f"reference {self.reference.name}")
+            # A family knows how the files of its models are quantized.
+            stored = getattr(self.reference, "stored", ())
+            found = FileList(self.asked.leaves, f"reference {self.reference.name}", stored)
         if found is None:
             raise NotApplicable("the subject supplies no HF key list and no reference")
         return found
@@ -102,9 +110,14 @@ class Lab:
         return self._files.leaves
 
     @property
+    def stored(self) -> tuple[str, ...]:
+        """The keys that lie in quantized files, scales among them, where the list tells them."""
+        return self._files.stored
+
+    @property
     def quantized(self) -> bool:
         """Whether the subject declares quantized files, or lists some."""
-        return bool(self.may.quantized or self._files.quantized)
+        return bool(self.may.quantized or self.stored)
 
     @property
     def _files(self) -> FileList:
@@ -172,10 +185,10 @@ class Lab:
         with theirs(f"{direction} of the reference {self.reference.name}"):
             return getattr(self.reference, direction)(dict(state))
 
-    def blank(self, direction: Direction) -> State:
+    def blank(self, direction: Direction, part: Mapping[str, Leaf] | None = None) -> State:
         """Zeros that this direction takes: meta tensors, or real ones where those fail.
 
-        Of the whole model, or of what `to_hf` writes of it.
+        Of a part, or of the whole model, or of what `to_hf` writes of it.
         """
         leaves = self.native if direction == "to_hf" else self.export.leaves
         if direction not in self._where:
@@ -185,15 +198,24 @@ class Lab:
                     self.call(direction, blank(leaves))
                 except AdapterRaised:
                     self._where[direction] = "cpu"
-        return blank(leaves, self._where[direction])
+        return blank(leaves if part is None else part, self._where[direction])
 
     def _affords(self, leaves: Mapping[str, Leaf]) -> bool:
         """Whether there is room for zeros of so many elements."""
         return sum(leaf.numel for leaf in leaves.values()) <= self.max_elements * 8
 
-    def convert(self, direction: Direction, state: Mapping[str, Any], adapter: Any = None) -> State:
-        """As `call`, of a copy, keeping what is a tensor under a str."""
-        tensors = self.tensors(direction, self.call(direction, self.on_device(state), adapter))
+    def convert(
+        self,
+        direction: Direction,
+        state: Mapping[str, Any],
+        adapter: Any = None,
+        *,
+        held: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
+    ) -> State:
+        """As `call`, of a copy (`held` in some way), keeping what is a tensor under a str."""
+        tensors = self.tensors(
+            direction, self.call(direction, held(self.on_device(state)), adapter)
+        )
         empty = [k for k, v in tensors.items() if v.is_meta]
         if empty and not any(isinstance(v, torch.Tensor) and v.is_meta for v in state.values()):
             raise Kept(direction, empty)
@@ -240,46 +262,47 @@ class Lab:
         self,
         direction: Direction,
         leaves: Mapping[str, Leaf],
-        call: Callable[[Direction, State], Any] | None = None,
+        call: Convert | None = None,
     ) -> Trace:
-        """Keys only: what each output is made from, by the adapter or by another `call`.
+        """Keys only: what each output is made from, by the adapter or by another `call`."""
+        return traced(
+            functools.partial(self.outputs, direction, call=call),
+            leaves,
+            zeros=self._affords(leaves),
+            values=sum(leaf.numel for leaf in leaves.values()) <= self.max_elements,
+            constant=frozenset() if call else self._constant[direction],
+        )
 
-        Meta tensors, or zeros where those fail.
-        """
-        first: AdapterRaised | None = None
-        known: Trace | None = None
-        for device in ("meta", "cpu"):
-            if device == "cpu" and not self._affords(leaves):
-                break
-            state = blank(leaves, device)
-            tracer = Tracer(state)
-            try:
-                with tracer:
-                    out = (call or self.call)(direction, dict(state))
-            except AdapterRaised as error:
-                first = error
-                continue
-            if not isinstance(out, Mapping):
-                raise not_a_dict(direction, out)
-            found = tracer.result(out)
-            # An adapter may leave out copies on meta tensors; zeros then show what is used.
-            if all(found.sources.values()) or known is not None:
-                return found
-            known = found
-        if known is not None:
-            return replace(known, known=False)
-        assert first is not None
-        raise first
+    def outputs(
+        self, direction: Direction, state: State, call: Convert | None = None
+    ) -> dict[Any, Any]:
+        """What one conversion returns, as a dict: a mapping may compute what it is asked for."""
+        out = (call or self.call)(direction, state)
+        if not isinstance(out, Mapping):
+            raise not_a_dict(direction, out)
+        with theirs(direction):
+            return dict(out.items())
 
     @functools.cached_property
     def export(self) -> Trace:
         """The trace of `to_hf` on the whole native template."""
-        return self.trace("to_hf", self.native)
+        return self._whole("to_hf", self.native)
 
     @functools.cached_property
     def imported(self) -> Trace:
         """The trace of `from_hf` on what `to_hf` writes."""
-        return self.trace("from_hf", self.export.leaves)
+        return self._whole("from_hf", self.export.leaves)
+
+    @functools.cached_property
+    def asked(self) -> Trace:
+        """The trace of the reference's `to_hf` on the whole native template."""
+        return self.trace("to_hf", self.native, self.ask)
+
+    def _whole(self, direction: Direction, leaves: Mapping[str, Leaf]) -> Trace:
+        found = self.trace(direction, leaves)
+        if found.known:
+            self._constant[direction] = frozenset(k for k, v in found.sources.items() if not v)
+        return found
 
     # -- the part that values are checked on ------------------------------------------------------
 
@@ -289,6 +312,7 @@ class Lab:
         part = part_of(
             self.native,
             most=self.max_elements,
+            seed=self.seed,
             layers=self.subject.values_on,
             divisible=self.may.partial,
         )

@@ -5,6 +5,7 @@ Knows keys and sizes; the tensors are `lab.py`'s.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,41 +30,39 @@ def part_of(
     native: dict[str, Leaf],
     *,
     most: int,
+    seed: int = 0,
     layers: Sequence[int] | None = None,
     divisible: bool = True,
 ) -> Part:
-    """The whole model up to `most` / 2 elements; else what is outside layers, and some layers.
+    """The whole model up to `most` elements; else what is outside layers, and some layers.
 
-    These are the first and the last of each kind, or the first only, and never more than `most`
-    elements; `layers` are the numbers of others. What is not divisible is taken whole up to `most`.
+    These are the first, the last and a drawn one of each kind, or as many of them as `most`
+    elements allow; `layers` are the numbers of others.
     """
     total = _size(native, native)
-    whole = Part(native)
-    if total <= most // 2 and layers is None:
-        return whole
-    found = _layers(native)
-    inside = {key for keys in found.values() for key in keys}
-    rest = [key for key in native if key not in inside]
-    kinds: dict[object, list[Layer]] = {}
-    for at in sorted(found):
-        kind = frozenset((template_of(key), native[key]) for key in found[at])
-        kinds.setdefault(kind, []).append(at)
-    ends = [at for places in kinds.values() for at in sorted({places[0], places[-1]})]
+    if total <= most and layers is None:
+        return Part(native)
+    found = layers_of(native)
+    kinds = _kinds(native, found)
     if layers is not None:
-        ends = [at for at in found if at[1] in layers]
-    elif _size(native, _keys(rest, found, ends)) > most // 2:
-        ends = [places[0] for places in kinds.values()]
-    keys = _keys(rest, found, ends)
-    count = _size(native, keys)
-    if divisible and count <= most:
-        names = ", ".join(f"{prefix}.{number}" for prefix, number in sorted(ends))
-        return Part(
-            {key: leaf for key, leaf in native.items() if key in keys},
-            note=f"values are checked on {names} and what is outside layers: "
-            f"{count / 1e6:.1f}M of {total / 1e6:.0f}M elements",
-        )
+        choices = [[at for at in found if at[1] in layers]]
+    else:
+        draw = random.Random(seed)
+        drawn = [draw.choice(places[1:-1] or places) for places in kinds]
+        firsts, lasts = ([places[end] for places in kinds] for end in (0, -1))
+        choices = [[*firsts, *lasts, *drawn], [*firsts, *lasts], firsts]
+    for chosen in choices:
+        keys = _keys(native, found, chosen)
+        count = _size(native, keys)
+        if divisible and count <= most:
+            names = ", ".join(f"{prefix}.{number}" for prefix, number in sorted(set(chosen)))
+            return Part(
+                {key: leaf for key, leaf in native.items() if key in keys},
+                note=f"values are checked on {names} and what is outside layers: "
+                f"{count / 1e6:.1f}M of {total / 1e6:.0f}M elements",
+            )
     if total <= most:
-        return whole
+        return Part(native)
     return Part(
         {},
         refused=f"{total / 1e6:.0f}M elements (one layer of each kind: {count / 1e6:.0f}M); "
@@ -71,7 +70,18 @@ def part_of(
     )
 
 
-def _layers(native: Mapping[str, Leaf]) -> dict[Layer, list[str]]:
+def _kinds(
+    native: Mapping[str, Leaf], found: Mapping[Layer, Sequence[str]]
+) -> Iterable[list[Layer]]:
+    """The layers, in order, that hold the same."""
+    kinds: dict[object, list[Layer]] = {}
+    for at in sorted(found):
+        kind = frozenset((template_of(key), native[key]) for key in found[at])
+        kinds.setdefault(kind, []).append(at)
+    return kinds.values()
+
+
+def layers_of(native: Iterable[str]) -> dict[Layer, list[str]]:
     """The keys of each layer; what comes once only has no layers."""
     found: dict[Layer, list[str]] = {}
     for key in native:
@@ -83,8 +93,12 @@ def _layers(native: Mapping[str, Leaf]) -> dict[Layer, list[str]]:
     return {at: keys for at, keys in found.items() if several[at[0]] > 1}
 
 
-def _keys(rest: Iterable[str], layers: Mapping[Layer, list[str]], at: Iterable[Layer]) -> set[str]:
-    return {*rest, *(key for one in at for key in layers[one])}
+def _keys(
+    native: Iterable[str], layers: Mapping[Layer, Sequence[str]], at: Iterable[Layer]
+) -> set[str]:
+    """The keys outside layers, and those of some layers."""
+    inside = {key for keys in layers.values() for key in keys}
+    return {key for key in native if key not in inside}.union(*(layers[one] for one in at))
 
 
 def _size(native: Mapping[str, Leaf], keys: Iterable[str]) -> int:

@@ -1,7 +1,8 @@
-"""Pictures for the HTML report: which rank held what of a job, before and after it was resharded.
+"""Pictures for the HTML report: which rank held what, before and after it was resharded.
 
-Drawn from the parallel degrees alone, with the rules that place tensors (`torchtitan_ckpt.plan`);
-nothing is read from a run. Numbers say which rank; colours only help, so a page prints in grey.
+A manager's job is drawn from the parallel degrees alone, with the rules that place tensors
+(`torchtitan_ckpt.plan`); all else as the ranks told it. Numbers say which rank; colours only help,
+so a page prints in grey.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from html import escape
 
 from conformance.degrees import Case
 from conformance.reference import Leaf
+from conformance.spread import Part, Picture, Row, Spread
 from torchtitan_ckpt.errors import group_keys
 from torchtitan_ckpt.manifest import TensorEntry
 from torchtitan_ckpt.plan import plan_load, plan_save
@@ -20,7 +22,29 @@ from torchtitan_ckpt.plan.write import Kind, kinds_of
 
 _COLOURS = ("#cfe2ff", "#ffe2b8", "#cdeccd", "#f6cfe0", "#e3d5f7", "#c9eef0", "#f5efb0", "#e2d6c8")
 _WIDE, _HIGH, _THIN = 180, 64, 22
-_ROWS = 8
+_LINE = 14  # pixels that a number needs
+_ROWS, _FORMS = 8, 4
+
+
+def told(shown: Picture) -> str:
+    """One figure: what the ranks held at each stage, one row a split."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in shown.heads)
+    return (
+        f'<table class="split"><thead><tr><th scope="col">split</th>{head}</tr></thead>'
+        f"<tbody>{''.join(map(_row, shown.rows))}</tbody></table>"
+    )
+
+
+def _row(row: Row) -> str:
+    cells = "".join(f"<td>{_stage(held)}</td>" for held in row.stages)
+    return f'<tr><th scope="row">{escape(row.split)}</th>{cells}</tr>'
+
+
+def _stage(held: Sequence[Spread]) -> str:
+    rest = sum(len(one.keys) for one in held[_FORMS:])
+    return "".join(
+        f'<div class="form">{_names(one.keys)}{_split(one)}</div>' for one in held[:_FORMS]
+    ) + (f"and {rest} tensors held in other ways" if rest else "")
 
 
 def resharding(table: Mapping[str, Leaf], before: Case, after: Case) -> str:
@@ -33,7 +57,7 @@ def resharding(table: Mapping[str, Leaf], before: Case, after: Case) -> str:
     largest = sorted(groups.values(), key=len, reverse=True)
     rows = [
         f"<tr><td>{_names(keys)}</td>"
-        + "".join(f"<td>{_split(native[keys[0]].shape, kind[keys[0]])}</td>" for kind in kinds)
+        + "".join(f"<td>{_split(_spread(native[keys[0]], kind[keys[0]]))}</td>" for kind in kinds)
         + "</tr>"
         for keys in largest[:_ROWS]
     ]
@@ -82,46 +106,55 @@ def _full(box: tuple[Sequence[int], Sequence[int]]) -> bool:
     return all(box[1])
 
 
-def _split(shape: tuple[int, ...], kind: Kind) -> str:
+def _spread(tensor: TensorEntry, kind: Kind) -> Spread:
+    boxes = zip(kind.boxes, kind.holders, strict=True)
+    return Spread(tensor.shape, tuple(Part(*box, tuple(sorted(held))) for box, held in boxes))
+
+
+def _split(held: Spread) -> str:
     """A tensor as a rectangle, cut as it is; each piece says which ranks hold it."""
-    boxes = list(zip(kind.boxes, kind.holders, strict=True))
-    cut = [d for d in range(len(shape)) if len({box[0][d] for box, _ in boxes}) > 1]
-    # Rows go down and columns across, as people write matrices: at most two dimensions are cut.
+    shape, full = held.shape, [part for part in held.parts if all(part.size)]
+    cut = [d for d in range(len(shape)) if len({(p.start[d], p.size[d]) for p in full}) > 1]
+    # Rows go down and columns across, as people write matrices.
     down = next((d for d in cut if d < len(shape) - 1), None)
     across = next((d for d in cut if d != down), None)
-    high = _THIN if len(shape) < 2 else _HIGH
-    pieces, idle = [], set[int]()
-    for (start, size), held in boxes:
-        if not all(size):
-            idle |= held
-            continue
-        x, w = _span(shape, start, size, across, _WIDE)
-        y, h = _span(shape, start, size, down, high)
-        pieces.append(_piece(x, y, w, h, sorted(held)))
-    label = f"{' x '.join(map(str, shape)) or 'scalar'}"
-    empty = f" · nothing on rank {', '.join(map(str, sorted(idle)))}" if idle else ""
-    return (
+    least = 1.0 if down is None else min(part.size[down] / shape[down] for part in full)
+    high = _THIN if len(shape) < 2 else max(_HIGH, min(round(_LINE / least), 4 * _HIGH))
+    pieces = [
+        _piece(*_span(shape, part, across, _WIDE), *_span(shape, part, down, high), part)
+        for part in full
+    ]
+    label = " x ".join(map(str, shape)) or "scalar"
+    idle = sorted(rank for part in held.parts if not all(part.size) for rank in part.ranks)
+    words = [
+        "" if not held.parts or any(part.value for part in held.parts) else label,
+        f"nothing on rank {', '.join(map(str, idle))}" if idle else "",
+        "cut along three dimensions: not drawn" if len(cut) > 2 else "",
+        escape(held.words),
+    ]
+    drawn = (
         f'<svg width="{_WIDE + 2}" height="{high + 2}" viewBox="-1 -1 {_WIDE + 2} {high + 2}" '
         f'role="img" aria-label="{label}">{"".join(pieces)}</svg>'
-        f'<div class="meta">{label}{empty}</div>'
+        if held.parts and len(cut) <= 2
+        else ""
     )
+    return f'{drawn}<div class="meta">{" · ".join(filter(None, words))}</div>'
 
 
-def _span(
-    shape: Sequence[int], start: Sequence[int], size: Sequence[int], dim: int | None, pixels: int
-) -> tuple[float, float]:
+def _span(shape: Sequence[int], part: Part, dim: int | None, pixels: int) -> tuple[float, float]:
     if dim is None:
         return 0, pixels
-    return start[dim] * pixels / shape[dim], size[dim] * pixels / shape[dim]
+    return part.start[dim] * pixels / shape[dim], part.size[dim] * pixels / shape[dim]
 
 
-def _piece(x: float, y: float, w: float, h: float, held: list[int]) -> str:
-    text = _numbers(held)
+def _piece(x: float, w: float, y: float, h: float, part: Part) -> str:
+    ranks = _numbers(part.ranks)
+    text = f"{ranks}: {escape(part.value)}" if part.value else ranks
     fits = w > 7 * len(text) + 4 and h > 11
     words = f'<text x="{x + w / 2:.1f}" y="{y + h / 2 + 4:.1f}">{text}</text>' if fits else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
-        f'fill="{_COLOURS[held[0] % len(_COLOURS)]}"><title>rank {text}</title></rect>{words}'
+        f'fill="{_COLOURS[part.ranks[0] % len(_COLOURS)]}"><title>rank {text}</title></rect>{words}'
     )
 
 

@@ -181,7 +181,7 @@ class Runner:
 
     def report(self) -> Report:
         """Run the check on this process's bench for the subject: its cell, and what blocks it."""
-        from conformance.bench import SEED, one_thread, unusable
+        from conformance.bench import SEED, one_thread, seldom_collected, unusable
         from conformance.engine import device_under_test
         from conformance.subject import place_of
         from conformance.verdict import Report
@@ -194,7 +194,7 @@ class Runner:
         behind: tuple[Cell, ...] = ()
         try:
             bench = self._bench(device)
-            with one_thread():
+            with one_thread(), seldom_collected():
                 cell = bench.run(self.clause)
             notes, behind = bench.notes, bench.behind(cell)
         except CheckpointError as error:

@@ -9,6 +9,7 @@ from html import escape
 
 from conformance.contract import BY_ID, LEVELS
 from conformance.report_text import summary
+from conformance.spread import Picture
 from conformance.verdict import Cell, Finding, Report
 from torchtitan_ckpt.errors import group_keys
 
@@ -41,7 +42,8 @@ dl{display:grid;grid-template-columns:7.5rem 1fr;gap:0 .8rem;margin:.2rem 0}
 dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}
 code{font:13px/1.4 ui-monospace,monospace;overflow-wrap:anywhere}
 figure{margin:1.5rem 0 2.5rem;break-inside:avoid}figcaption{margin-bottom:.5rem;font-size:1.05rem}
-table.split td,table.split th{vertical-align:top;padding:.4rem .6rem}
+table.split td,table.split th{vertical-align:top;padding:.4rem .6rem;white-space:normal}
+table.split .meta{max-width:20rem}.form+.form{margin-top:.6rem}.form code{display:block}
 table.split th{font-weight:600}table.split small{font-weight:400;color:var(--dim)}
 table.split rect{stroke:#475467;stroke-width:1}
 table.split text{font:12px system-ui;text-anchor:middle;fill:#101828}
@@ -50,8 +52,14 @@ table.split text{font:12px system-ui;text-anchor:middle;fill:#101828}
 .plan text{font:12px system-ui;fill:#344054}
 @media print{body{margin:0;max-width:none;font-size:11px}.scroll{overflow:visible}
 td a{text-decoration:none}thead{display:table-header-group}tr{break-inside:avoid}
-h2{break-after:avoid}*{print-color-adjust:exact}@page{size:A4 landscape;margin:12mm}}
+h2,h3,figcaption{break-after:avoid}figure code{font-size:11px}
+figure{zoom:.85;margin:1rem 0;display:grid;grid-template-columns:auto 1fr;gap:0 2rem}
+figcaption{grid-column:1/-1}.plan{flex-direction:column;margin:0;gap:1rem}
+table.split td,table.split th{padding:.15rem .5rem}.split .meta{font-size:11px;line-height:1.3}
+*{print-color-adjust:exact}@page{size:A4 landscape;margin:12mm}}
 """
+_NUMBERS = "Numbers are ranks; a tensor is drawn as it is cut, rows down and columns across."
+_PAIRS = "The job of the chapter reshard under each pair of splits, as its degrees cut it."
 
 
 def render(report: Report) -> str:
@@ -106,10 +114,9 @@ def _td(cell: Cell | None) -> str:
         return "<td></td>"
     text = cell.verdict + (f" ({len(cell.findings)})" if len(cell.findings) > 1 else "")
     name = _class(cell)
-    if cell.findings or cell.bad:
-        return f'<td class="{name}"><a href="#{_anchor(cell)}">{text}</a></td>'
-    if cell.pairs:
-        return f'<td class="{name}"><a href="#{_pair_anchor(cell.pairs[0])}">{text}</a></td>'
+    anchor = _anchor(cell) if cell.findings or cell.bad else next(iter(_shown(cell)), "")
+    if anchor:
+        return f'<td class="{name}"><a href="#{anchor}">{text}</a></td>'
     return f'<td class="{name}" title="{escape(cell.reason, quote=True)}">{text}</td>'
 
 
@@ -123,34 +130,44 @@ def _section(cell: Cell) -> str:
     )
 
 
+def _shown(cell: Cell) -> dict[str, str]:
+    """The anchors of a cell's pictures, and what each is called."""
+    pairs = {_pair_anchor(pair): " to ".join(pair) for pair in cell.pairs}
+    return pairs | {_told_anchor(one): one.title for one in cell.pictures}
+
+
 def _links(cell: Cell) -> str:
     """From a finding about resharding to its pictures."""
     links = ", ".join(
-        f'<a href="#{_pair_anchor(pair)}">{escape(" to ".join(pair))}</a>' for pair in cell.pairs
+        f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in _shown(cell).items()
     )
     return f"<p>Which rank held what: {links}</p>" if links else ""
 
 
 def _pictures(report: Report) -> list[str]:
-    """Each pair of splits once, whichever cells went through it."""
+    """Each pair of splits once, and each picture of what ranks told, whichever cells have it."""
     pairs = list(dict.fromkeys(pair for cell in report.cells for pair in cell.pairs))
-    if not pairs:
+    told = list(dict.fromkeys(one for cell in report.cells for one in cell.pictures))
+    if not pairs and not told:
         return []
+    from conformance import pictures
     from conformance.degrees import Case
     from conformance.jobs import small_table
-    from conformance.pictures import resharding
 
-    return [
-        "<h2>Which rank held what</h2>",
-        "<p>The job of the chapter reshard under each pair of splits. Numbers are ranks; a tensor "
-        "is drawn as it is cut, rows down and columns across.</p>",
-        *(
-            f'<figure id="{_pair_anchor(pair)}"><figcaption>saved under <b>{escape(pair[0])}</b>, '
-            f"loaded under <b>{escape(pair[1])}</b></figcaption>"
-            f"{resharding(small_table(), Case.parse(pair[0]), Case.parse(pair[1]))}</figure>"
-            for pair in pairs
-        ),
+    figures = [
+        f'<figure id="{_told_anchor(one)}"><figcaption>{escape(one.title)}'
+        f"</figcaption>{pictures.told(one)}</figure>"
+        for one in told
     ]
+    if pairs:
+        figures.append(f"<p>{_PAIRS}</p>")
+    figures += [
+        f'<figure id="{_pair_anchor(pair)}"><figcaption>saved under <b>{escape(pair[0])}</b>, '
+        f"loaded under <b>{escape(pair[1])}</b></figcaption>"
+        f"{pictures.resharding(small_table(), Case.parse(pair[0]), Case.parse(pair[1]))}</figure>"
+        for pair in pairs
+    ]
+    return ["<h2>Which rank held what</h2>", f"<p>{_NUMBERS}</p>", *figures]
 
 
 def _finding(finding: Finding) -> str:
@@ -191,6 +208,10 @@ def _anchor(cell: Cell) -> str:
 
 def _pair_anchor(pair: tuple[str, str]) -> str:
     return _id(f"pair-{pair[0]}-to-{pair[1]}")
+
+
+def _told_anchor(shown: Picture) -> str:
+    return _id(f"told-{shown.title}")
 
 
 def _id(text: str) -> str:

@@ -19,7 +19,7 @@ def render(report: Report) -> str:
         suite = ElementTree.SubElement(
             root,
             "testsuite",
-            name=subject,
+            name=_clean(subject),
             tests=str(len(cells)),
             failures=str(sum(cell.verdict in ("fail", "xpass") for cell in cells)),
             errors=str(sum(cell.verdict == "error" for cell in cells)),
@@ -51,7 +51,7 @@ def _case(suite: ElementTree.Element, cell: Cell) -> None:
     case = ElementTree.SubElement(
         suite,
         "testcase",
-        classname=f"{cell.subject}.{cell.check.partition('.')[0]}",
+        classname=f"{_clean(cell.subject)}.{cell.check.partition('.')[0]}",
         name=cell.check,
         time=f"{cell.seconds:.3f}",
     )

@@ -1,20 +1,23 @@
-"""Search by Hypothesis behind the deterministic cases: parts, orders, dtypes, sizes, files.
+"""Cases that nobody wrote down for a subject: parts, orders, dtypes, values, sizes, files.
 
-Derandomised and without a database: a run with the same seed draws the same cases. What is found is
-shrunk, and has a text that repeats it by itself (`--example`). Nothing here judges.
+First those that every run has (`listed`), then what Hypothesis draws, derandomised and without a
+database: a run with the same seed draws the same cases. What is found is shrunk, and has a text
+that repeats it by itself (`--example`). Nothing here judges.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from string import ascii_lowercase, digits
 from typing import TYPE_CHECKING, TypeVar
 
+from conformance.fills import FILLS, HOLDS
 from conformance.template import Leaf
 from torchtitan_ckpt.errors import ConfigError, Problem
 
@@ -109,29 +112,49 @@ class Case:
     part    the layers (`layers.3`) and single keys that are there, or nothing: all
     order   `own`, `reversed`, `by-name` or `shuffled-<n>`
     dtypes  `own`, `bfloat16`, or `dealt-<n>`: several in one model
+    values  what is in the tensors, a kind of `FILLS`
+    held    how the tensors are handed over, a kind of `HOLDS`; `as` in text
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
     part: tuple[str, ...] = ()
     order: str = "own"
     dtypes: str = "own"
+    values: str = "noise"
+    held: str = "plain"
 
     def __str__(self) -> str:
         words = [f"{name}={size}" for name, size in self.sizes]
         if self.part:
             words.append(f"part={','.join(self.part)}")
-        return " ".join([*words, f"order={self.order}", f"dtypes={self.dtypes}"])
+        words += [f"order={self.order}", f"dtypes={self.dtypes}"]
+        more = {"values": self.values, "as": self.held}
+        return " ".join(
+            words + [f"{k}={v}" for k, v in more.items() if v not in ("noise", "plain")]
+        )
 
     @classmethod
     def read(cls, text: str) -> Case:
         """The case of a text. Raises ConfigError for a text that is none."""
         pairs = dict(word.partition("=")[::2] for word in text.split())
         order, dtypes = pairs.pop("order", "own"), pairs.pop("dtypes", "own")
+        values, held = pairs.pop("values", "noise"), pairs.pop("as", "plain")
         part = tuple(filter(None, pairs.pop("part", "").split(",")))
         known = re.fullmatch(r"own|reversed|by-name|shuffled-\d+", order)
-        if not known or not all(size.isdigit() for size in pairs.values()):
+        known_kinds = values in FILLS and held in HOLDS
+        if not (known and known_kinds and all(size.isdigit() for size in pairs.values())):
             raise _no_example(text, "layers=3 part=layers.1,norm.weight order=reversed dtypes=own")
-        return cls(tuple((k, int(v)) for k, v in pairs.items()), part, order, dtypes)
+        return cls(tuple((k, int(v)) for k, v in pairs.items()), part, order, dtypes, values, held)
+
+    def simpler(self) -> Iterator[Case]:
+        """The cases that have one thing less."""
+        plain = Case()
+        for one in fields(self):
+            if getattr(self, one.name) != (usual := getattr(plain, one.name)):
+                yield replace(self, **{one.name: usual})
+        if len(self.part) > 1:
+            for unit in self.part:
+                yield replace(self, part=tuple(u for u in self.part if u != unit))
 
     def ordered(self, state: Mapping[str, T]) -> dict[str, T]:
         """The same entries in this order."""
@@ -141,6 +164,48 @@ class Case:
         if self.order.startswith("shuffled-"):
             random.Random(int(self.order.removeprefix("shuffled-"))).shuffle(keys)
         return {key: state[key] for key in keys}
+
+
+def first(known: Iterable[Case], judge: Callable[[Case], list[F]]) -> tuple[Case, list[F]] | None:
+    """The first case that `judge` has findings about, less whatever they do without; or None."""
+    for case in known:
+        if found := judge(case):
+            return first(case.simpler(), judge) or (case, found)
+    return None
+
+
+def listed(
+    units: Sequence[str], sizes: Mapping[str, Sequence[int]], deals: int, number: int
+) -> Iterator[Case]:
+    """The cases that a run has whatever its seed: kinds, layers, and `number` orders and sizes."""
+    # Two kinds at a time, where neither hides what the other shows.
+    yield Case(values="equal", held="shared")
+    yield Case(values="equal-slices", held="offset")
+    yield Case(values="zero-tail", held="transposed")
+    yield Case(values="zeros", held="ordered")
+    yield Case(values="ones")
+    yield Case(values="nan")
+    yield Case(held="parameters")
+    yield Case(held="frozen")
+    layers = _layers(units)
+    for layer in layers:
+        yield Case(part=(layer,))
+    if layers and len(layers) < len(units):
+        yield Case(part=tuple(unit for unit in units if unit not in layers))
+    for some in (2, 3, 4):
+        if some <= len(layers):
+            yield Case(part=tuple(layers[-some:]), order="reversed")
+    orders = (
+        Case(order=order, dtypes=f"dealt-{n}")
+        for n in range(deals)
+        for order in ("by-name", "reversed")
+    )
+    others = (Case(sizes=((name, size),)) for name in sizes for size in sizes[name])
+    yield from itertools.islice(itertools.chain(orders, others), number)
+
+
+def _layers(units: Sequence[str]) -> list[str]:
+    return [unit for unit in units if unit.rpartition(".")[2].isdigit()]
 
 
 def cases(
@@ -153,19 +218,27 @@ def cases(
         "shuffled-{}".format
     )
     dealt = ["own", "bfloat16", *(f"dealt-{n}" for n in range(deals))]
-    layers = [unit for unit in units if unit.rpartition(".")[2].isdigit()]
     parts: SearchStrategy[tuple[str, ...]] = st.just(())
-    for some in filter(None, (layers, list(units))):
+    for some in filter(None, (_layers(units), list(units))):
         parts |= st.lists(st.sampled_from(some), min_size=1, max_size=4, unique=True).map(tuple)
     found = st.builds(
         Case, st.just(()), parts if units else st.just(()), orders, st.sampled_from(dealt)
     )
     if not sizes:
-        return found
+        return _handed(found)
     others = {name: st.sampled_from(list(values)) for name, values in sizes.items()}
     drawn = st.fixed_dictionaries({}, optional=others).map(lambda one: tuple(one.items()))
     resized = st.builds(Case, drawn, st.just(()), orders, st.sampled_from(("own", "bfloat16")))
-    return found | resized
+    return _handed(found | resized)
+
+
+def _handed(found: SearchStrategy[Case]) -> SearchStrategy[Case]:
+    """Half of the cases with other values, or held otherwise: equal values hide what is moved."""
+    from hypothesis import strategies as st
+
+    kinds = [(values, held) for values in FILLS for held in HOLDS]
+    ways = st.sampled_from([*kinds[:1] * len(kinds), *kinds])
+    return st.builds(lambda case, way: replace(case, values=way[0], held=way[1]), found, ways)
 
 
 def subsets(

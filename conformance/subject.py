@@ -9,6 +9,7 @@ inputs into templates is `template.py`; running checks is `bench.py`.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import re
 import sys
@@ -152,6 +153,11 @@ def matches(key: str, patterns: Iterable[str]) -> str | None:
 _NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
 
 
+# Checks ask the same of each key many times, and the largest models have some 100,000.
+_remembered = functools.lru_cache(maxsize=1 << 18)
+
+
+@_remembered
 def template_of(key: str) -> str:
     """A key with its whole numbers as `{}`: keys of one template differ only in numbers.
 
@@ -161,6 +167,7 @@ def template_of(key: str) -> str:
     return _NUMBER.sub("{}", key)
 
 
+@_remembered
 def numbers_of(key: str) -> tuple[int, ...]:
     """The whole numbers of a key, in order."""
     return tuple(int(number) for number in _NUMBER.findall(key))

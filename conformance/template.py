@@ -36,11 +36,12 @@ class FileList:
     """What the files should hold. A leaf is None where only the key is known.
 
     Of quantized files, what an adapter sees of them: weights under their own keys, no scales.
+    `stored` are then the keys that lie in the files, scales among them.
     """
 
     leaves: Mapping[str, Leaf | None]
     source: str
-    quantized: bool = False
+    stored: tuple[str, ...] = ()
 
 
 def leaf_of(value: Any) -> Leaf | None:
@@ -50,7 +51,7 @@ def leaf_of(value: Any) -> Leaf | None:
         shape, dtype = value
     if not isinstance(shape, Iterable) or dtype is None:
         return None
-    return Leaf(tuple(int(size) for size in shape), str(dtype).removeprefix("torch."))
+    return Leaf(tuple(map(int, shape)), str(dtype).removeprefix("torch."))
 
 
 def native_template(native: Any) -> dict[str, Leaf]:
@@ -83,7 +84,8 @@ def _logical(stored: FileList) -> FileList:
     leaves = {k: leaf for k, leaf in stored.leaves.items() if leaf is not None}
     if len(leaves) < len(stored.leaves):
         kept = {k: leaf for k, leaf in stored.leaves.items() if not _scale_of(k, stored.leaves)}
-        return FileList(kept, stored.source, stored.quantized or len(kept) < len(stored.leaves))
+        scaled = len(kept) < len(stored.leaves)
+        return FileList(kept, stored.source, tuple(stored.leaves) if scaled else stored.stored)
     entries = {k: TensorEntry(k, leaf.shape, leaf.dtype) for k, leaf in leaves.items()}
     manifest = Manifest(stored.source, "hf", entries)
     if not quantized.is_quantized(manifest):
@@ -92,7 +94,8 @@ def _logical(stored: FileList) -> FileList:
         logical = quantized.logical_manifest(manifest)
     except RefusedError:  # codes of a scheme that is not known here: as they are stored
         return stored
-    return FileList({k: leaf_of(v) for k, v in logical.tensors.items()}, stored.source, True)
+    seen = {k: leaf_of(v) for k, v in logical.tensors.items()}
+    return FileList(seen, stored.source, tuple(stored.leaves))
 
 
 def _scale_of(key: str, keys: Iterable[str]) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from conformance.spread import Picture
 from torchtitan_ckpt.device import SIMULATED
+from torchtitan_ckpt.errors import printable
 
 Verdict = Literal["pass", "fail", "xfail", "xpass", "n/a", "blocked", "error"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -41,8 +43,17 @@ class Finding:
     subject: str = ""
 
     def placed(self, *, subject: str, check: str, again: str) -> Finding:
-        """The same finding with its cell and the command that repeats it."""
-        return replace(self, subject=subject, check=check, again=self.again or again)
+        """The same finding with its cell and the command that repeats it.
+
+        Texts of the subject's own, its keys among them, steer no terminal and end no report.
+        """
+        clean = {
+            name: printable(getattr(self, name), lines=True)
+            for name in ("what", "coordinate", "expected", "actual", "cause", "remedy")
+        }
+        keys = tuple(map(printable, self.keys))
+        again = self.again or again
+        return replace(self, **clean, keys=keys, subject=subject, check=check, again=again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,8 @@ class Told:
 class Cell:
     """One subject under one check.
 
-    `pairs` are the splits that a check of the chapter reshard saved and loaded under.
+    A check of the chapter reshard has `pairs`, the splits that it saved and loaded under, whose
+    pictures follow from the degrees; or `pictures`, of what the ranks told.
     """
 
     subject: str
@@ -66,6 +78,7 @@ class Cell:
     reason: str = ""
     findings: tuple[Finding, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
+    pictures: tuple[Picture, ...] = ()
     seconds: float = 0.0
 
     @property

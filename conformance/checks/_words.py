@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from conformance.fingerprint import State, bits, same_bits
+from conformance.fingerprint import State, same_bits, settled
 from conformance.subject import template_of
 
 T = TypeVar("T")
@@ -77,9 +77,17 @@ def first_difference(wanted: torch.Tensor, have: torch.Tensor) -> tuple[str, str
     if wanted.shape != have.shape or wanted.dtype != have.dtype or same_bits(wanted, have):
         return "", "", ""
     flat, other = wanted.reshape(-1), have.reshape(-1)
-    first = int((bits(flat) != bits(other)).int().argmax())
+    # A complex element has two words of bits.
+    differ = (settled(flat) != settled(other)).reshape(len(flat), -1).any(dim=1)
+    first = int(differ.int().argmax())
     at = torch.unravel_index(torch.tensor(first), wanted.shape) if wanted.dim() else ()
     return str([int(i) for i in at]), str(flat[first].item()), str(other[first].item())
+
+
+def unfilled(wanted: torch.Tensor, have: torch.Tensor) -> bool:
+    """Whether NaN is left where another value should be: nobody wrote there."""
+    wide = have.is_floating_point() and have.element_size() > 1
+    return wide and bool((have.isnan() & ~wanted.isnan()).any())
 
 
 def count(number: int, noun: str) -> str:

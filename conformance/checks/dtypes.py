@@ -16,7 +16,8 @@ def policy(lab: Lab) -> Iterator[Finding]:
     """Dtypes out are dtypes in: the model's own, all in bf16, and several in one model."""
     seen: set[str] = set()
     for name, native in _variants(lab):
-        out = lab.trace("to_hf", native)
+        own = native is lab.native
+        out = lab.export if own else lab.trace("to_hf", native)
         wrong: dict[str, tuple[str, str]] = {}
         for key, leaf in out.leaves.items():
             kinds = {native[s].dtype for s in out.sources[key] if s in native}
@@ -24,7 +25,7 @@ def policy(lab: Lab) -> Iterator[Finding]:
             if want and leaf.dtype != want and not lab.lossy(key):
                 wrong[key] = (want, leaf.dtype)
         yield from _findings("to_hf", name, wrong, seen)
-        back = lab.trace("from_hf", out.leaves)
+        back = lab.imported if own else lab.trace("from_hf", out.leaves)
         wrong = {}
         for key, leaf in back.leaves.items():
             kinds = {out.leaves[s].dtype for s in back.sources[key] if s in out.leaves}
@@ -40,8 +41,8 @@ _DEALT = ("bfloat16", "float32", "float16")
 
 def _variants(lab: Lab) -> Iterator[tuple[str, Mapping[str, Leaf]]]:
     yield "the model's own dtypes", lab.native
-    if bf16(lab) != lab.native:
-        yield "a bf16 model", bf16(lab)
+    if (narrow := bf16(lab)) != lab.native:
+        yield "a bf16 model", narrow
     for deal in range(deals(lab) if len(lab.export.leaves) <= 5000 else 1):
         yield "a model of several dtypes", dealt(lab, deal)
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from conformance import codec as codecs
-from conformance.checks._words import by_words, count, first_difference
-from conformance.checks.files_readers import quantized, reader
+from conformance.checks._words import by_words, count, first_difference, unfilled
+from conformance.checks.files_quantized import quantized
+from conformance.checks.files_readers import reader
 from conformance.fingerprint import State, noise, same_bits, torch_dtype
 from conformance.lab import AdapterRaised, Lab, NotApplicable, theirs
 from conformance.search import smallest, state_of_text, states, text_of_state
@@ -315,7 +316,7 @@ def _equal(what: str, want: State, have: State, oracle: str) -> Iterator[Finding
         elif have[key].dtype != value.dtype or have[key].shape != value.shape:
             wrong[key] = (_leaf(value), _leaf(have[key]))
         elif not same_bits(value, have[key]):
-            nan = have[key].is_floating_point() and bool(have[key].float().isnan().any())
+            nan = unfilled(value, have[key])
             wrong[key] = ("the bytes saved", "NaN: never filled" if nan else "other bytes")
     for (expected, actual), keys in by_words(wrong):
         one = have.get(keys[0])

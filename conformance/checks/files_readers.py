@@ -1,19 +1,18 @@
-"""Chapter `files`, second part: the readers that an adapter hands out."""
+"""Chapter `files`, second part: the reader of plain files that an adapter hands out."""
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from conformance import codec as codecs
-from conformance.checks._words import by_template, by_words, count, first_difference
+from conformance.checks._quiet import quiet
+from conformance.checks._words import by_template, by_words, count
 from conformance.fingerprint import State, same_bits
 from conformance.lab import AdapterRaised, Lab, NotApplicable, theirs
 from conformance.template import Leaf
@@ -36,17 +35,13 @@ def _small(lab: Lab) -> dict[str, Leaf]:
     return chosen
 
 
-def _reader(lab: Lab, path: str, from_quantized: bool) -> Any:
+def reader_of(adapter: Any, path: str, from_quantized: bool) -> Any:
     """The reader, asked for as managers ask: with both arguments, by position."""
-    adapter = lab.adapter()
-    make = getattr(adapter, "get_hf_storage_reader", None)
-    if make is None:
-        raise NotApplicable("the adapter has no get_hf_storage_reader")
     with theirs("get_hf_storage_reader"):
-        return make(path, from_quantized)
+        return adapter.get_hf_storage_reader(path, from_quantized)
 
 
-def _load(reader: Any, targets: State, first_row: int = 0) -> None:
+def read(reader: Any, targets: State, first_row: int = 0) -> None:
     """Fill the targets, or of each the rows from `first_row` on, as a rank's part is read."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import LoadPlan
@@ -58,7 +53,7 @@ def _load(reader: Any, targets: State, first_row: int = 0) -> None:
             return replace(plan, items=[_rows_of(item, first_row) for item in plan.items])
 
     planner = Rows() if first_row else DefaultLoadPlanner()
-    with theirs(type(reader).__name__), _quiet():
+    with theirs(type(reader).__name__), quiet():
         load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
 
 
@@ -69,27 +64,26 @@ def _rows_of(item: Any, first: int) -> Any:
     return replace(item, dest_offsets=offsets, storage_offsets=offsets, lengths=lengths)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns that there is no process group, and logs each refusal, which is told here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        logging.disable(before)
-
-
 def reader(lab: Lab) -> Iterator[Finding]:
-    """The adapter's own reader fills tensors from files that safetensors wrote."""
-    state = lab.noise(_small(lab), salt=20)
+    """The adapter's own reader fills tensors from files that safetensors wrote.
+
+    The adapter is made on another folder, whose files hold other values under the same keys.
+    """
+    small = _small(lab)
+    state, others = lab.noise(small, salt=20), lab.noise(small, salt=21)
     targets = lab.on_device({k: torch.zeros_like(v) for k, v in state.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        codecs.write(state, folder, {key: i % 2 + 1 for i, key in enumerate(state)})
+    with tempfile.TemporaryDirectory() as root:
+        folder, assets = Path(root, "step"), Path(root, "assets")
+        for where, values in ((folder, state), (assets, others)):
+            where.mkdir()
+            codecs.write(values, where, {key: i % 2 + 1 for i, key in enumerate(values)})
+        adapter = lab.adapter(str(assets))
+        if not (lab.takes_assets or hasattr(adapter, "get_hf_storage_reader")):
+            raise NotApplicable("the adapter has no get_hf_storage_reader")
+        if lab.takes_assets:
+            yield from _homeless(adapter, assets, tuple(state)[:1])
         try:
-            source = _reader(lab, folder, False)
+            source = reader_of(adapter, str(folder), False)
         except AdapterRaised as error:
             yield Finding(
                 what=str(error),
@@ -103,19 +97,29 @@ def reader(lab: Lab) -> Iterator[Finding]:
             )
             return
         try:
-            _load(source, targets)
+            read(source, targets)
         except AdapterRaised as error:
             yield Finding(
                 what="the adapter's reader cannot read plain safetensors",
                 keys=tuple(state)[:1],
                 expected="a storage reader of torch.distributed.checkpoint",
-                actual=str(error),
+                actual=str(error).replace(f"{root}/", ""),
                 cause="what is returned is no reader, or one of another format",
                 remedy="return HuggingFaceStorageReader(path)",
             )
             return
     wrong = {k: "other bytes" for k, v in state.items() if not same_bits(v, targets[k])}
-    for words, keys in by_words(wrong):
+    astray = [key for key in wrong if same_bits(others[key], targets[key])]
+    if astray:
+        yield Finding(
+            what=f"the adapter's reader reads {count(len(astray), 'tensor')} from another folder",
+            keys=tuple(astray),
+            expected="the bytes of the files in the path that it is asked for",
+            actual="those in hf_assets_path",
+            cause="get_hf_storage_reader ignores `path`",
+            remedy="return HuggingFaceStorageReader(path)",
+        )
+    for words, keys in by_words({k: v for k, v in wrong.items() if k not in astray}):
         yield Finding(
             what=f"the adapter's reader reads {count(len(keys), 'tensor')} otherwise",
             keys=tuple(keys),
@@ -126,141 +130,17 @@ def reader(lab: Lab) -> Iterator[Finding]:
         )
 
 
-# Two blocks of 128 with a short last one in both directions: scales differ by block.
-_CODES = (
-    (torch.arange(200 * 136) % 96 + 8).to(torch.uint8).reshape(200, 136).view(torch.float8_e4m3fn)
-)
-_GRID = codecs.blocks_of(_CODES)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scene:
-    """How files hold the scales of one weight, and what is wrong with a reader that misreads it.
-
-    Codes are worth their `factors`, which may be `stored` otherwise; without a `name` they are not
-    there. The rows from `first` on are read. A reader may refuse all but `published` files.
-    """
-
-    words: str
-    cause: str
-    remedy: str
-    name: str = "weight_scale_inv"
-    factors: torch.Tensor = _GRID
-    stored: torch.Tensor | None = None
-    first: int = 0
-    published: bool = False
-
-    def files(self, key: str) -> State:
-        scale = f"{key.removesuffix('weight')}{self.name}"
-        stored = self.factors if self.stored is None else self.stored
-        return {key: _CODES, **({scale: stored} if self.name else {})}
-
-    @property
-    def values(self) -> torch.Tensor:
-        """What the codes are worth."""
-        return codecs.dequantized(_CODES, self.factors.expand(_GRID.shape))
-
-
-_SCENES = (
-    _Scene(
-        "",
-        "scales are applied to other blocks",
-        "return a dequantizing reader, or raise when from_quantized is asked for",
-        published=True,
-    ),
-    _Scene(
-        " where it reads the rows from 64 on",
-        "blocks are counted from the first row that is read",
-        "find the block of a row by its place in the whole weight",
-        first=64,
-        published=True,
-    ),
-    _Scene(
-        " where files hold no scale",
-        "a weight whose scale is not found is taken for plain values",
-        "refuse float8 tensors without a scale, by their names",
-        name="",
-        factors=torch.tensor(float("nan")),
-    ),
-    _Scene(
-        " where the scale is named .scale",
-        "a weight whose scale is not found is taken for plain values",
-        "know this name too, or refuse float8 tensors without a scale",
-        name="scale",
-    ),
-    _Scene(
-        " where scales are exponents (uint8)",
-        "exponents are taken for factors: a byte n means 2^(n - 127)",
-        "make factors of them, or refuse scales that are no floats",
-        stored=(_GRID.log2() + 127).to(torch.uint8),
-    ),
-    _Scene(
-        " where scales are bfloat16",
-        "scales of another dtype than float32 are misread or left out",
-        "convert scales to float32 by value, or refuse them",
-        stored=_GRID.bfloat16(),
-    ),
-    _Scene(
-        " where one scale without dimensions is for the whole weight",
-        "a scale that is no grid is misread or left out",
-        "multiply the whole weight by it, or refuse it by its name",
-        factors=torch.tensor(0.25),
-    ),
-)
-
-
-def quantized(lab: Lab) -> Iterator[Finding]:
-    """With from_quantized=True, fp8 weights come out as values, or the load is refused."""
-    if not lab.quantized:
-        raise NotApplicable("the subject does not declare quantized files (quantized)")
-    found = [k for k, leaf in _small(lab).items() if k.endswith(".weight") and len(leaf.shape) == 2]
-    if not found:
-        raise NotApplicable("no two-dimensional weight to quantize")
-    for scene in _SCENES:
-        finding = _misread(lab, found[-1], scene)
-        if finding is not None:
-            yield finding
-            if scene.published:
-                return  # the others would tell the same once more
-
-
-def _misread(lab: Lab, key: str, scene: _Scene) -> Finding | None:
-    """What is wrong with what the reader makes of a scene's files."""
-    target = lab.on_device({key: torch.full(_CODES.shape, float("nan"))})
-    files = scene.files(key)
-    with tempfile.TemporaryDirectory() as folder:
-        codecs.write(files, folder, {name: i for i, name in enumerate(files, 1)})
-        try:
-            _load(_reader(lab, folder, True), target, scene.first)
-        except AdapterRaised as error:
-            if not (scene.published and lab.may.quantized):
-                return None
-            return Finding(
-                what="the quantized reader cannot read what it is declared to dequantize"
-                + scene.words,
-                keys=tuple(files),
-                expected="fp8 codes and, for each block of 128 x 128, a float32 scale",
-                actual=str(error),
-                cause="blocks of another size, or scales of another name",
-                remedy="read published files, or do not declare it (quantized)",
-            )
-    got, wanted = target[key].cpu(), scene.values
-    raw = torch.equal(got[scene.first :], _CODES.float()[scene.first :])
-    got[: scene.first] = wanted[: scene.first]
-    if torch.equal(got, wanted):
-        return None
-    at, want, have = first_difference(wanted, got)
-    may_refuse = "" if scene.published else ", or a refusal"
-    return Finding(
-        what="the quantized reader "
-        + ("loads codes as weights" if raw else "gives other values than codes times scales")
-        + scene.words,
-        keys=(key,),
-        coordinate=at,
-        expected=f"{want} (code times scale){may_refuse}" if scene.name else "a refusal",
-        actual=f"{have} (the code)" if raw else have or "as it was",
-        cause="from_quantized is ignored and the plain reader returned"
-        if raw and scene.published
-        else scene.cause,
-        remedy=scene.remedy,
-    )
+def _homeless(adapter: Any, assets: Path, keys: tuple[str, ...]) -> Iterator[Finding]:
+    """An adapter that is made on a folder says which."""
+    found = getattr(adapter, "hf_assets_path", None)
+    if found is None or Path(str(found)).resolve() != assets.resolve():
+        absent = "None" if hasattr(adapter, "hf_assets_path") else "no such attribute"
+        yield Finding(
+            what="the adapter does not say on which folder it was made",
+            keys=keys,
+            expected="hf_assets_path, as it was given",
+            actual=absent if found is None else "another folder",
+            cause="torchtitan's manager asks for it where a job starts from Hugging Face files and "
+            "no initial_load_path is set",
+            remedy="self.hf_assets_path = hf_assets_path",
+        )

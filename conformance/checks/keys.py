@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from conformance.checks._words import by_template, by_words, count
-from conformance.checks.keys_groups import half_group, high_numbers, layers, partial
-from conformance.checks.keys_listed import dropped, exact, index
+from conformance.checks.keys_groups import high_numbers, layers, partial
+from conformance.checks.keys_index import index
+from conformance.checks.keys_listed import dropped, exact
+from conformance.checks.keys_missing import half_group
 from conformance.checks.keys_refuse import also_reads, hf_only, lora_refused, unknown_refused
 from conformance.lab import AdapterRaised, Lab
 from conformance.subject import template_of
@@ -140,16 +142,19 @@ def _by_kind(
 
 
 def _names_known(lab: Lab) -> list[str]:
-    """Strings in the adapter's own tables: what it thinks the native names are."""
+    """Dotted strings in the adapter's own tables: what it thinks the native names are."""
     names: list[str] = []
     for table in vars(lab.adapter()).values() if hasattr(lab.adapter(), "__dict__") else ():
         if isinstance(table, dict):
-            names += [n for pair in table.items() for n in pair if isinstance(n, str)]
+            names += [n for pair in table.items() for n in pair if isinstance(n, str) and "." in n]
     return names
 
 
 def _why_lost(lab: Lab, key: str, targets: Mapping[str, list[str]]) -> str:
     """Why no output is made from a native key, as far as names tell."""
+    tied = {*lab.may.tied.items(), *((s, a) for a, s in lab.may.tied.items())}
+    if twin := next((two for one, two in tied if one == key and two in targets), ""):
+        return f"{twin}, which it is tied to, is written in its place"
     template = template_of(key)
     others = [k for k in lab.native if k in targets and template_of(k) == template]
     if others:
@@ -165,15 +170,15 @@ def _why_lost(lab: Lab, key: str, targets: Mapping[str, list[str]]) -> str:
 
 
 def _untraced(lab: Lab) -> Finding:
-    """No output has a source: what adapters do outside torch cannot be followed."""
+    """No output has a source, neither as torch sees it nor by its values."""
     return Finding(
         what=f"none of {count(len(lab.export.leaves), 'tensor')} that to_hf writes is made from "
         "what it was given",
         keys=tuple(lab.export.leaves),
-        expected="tensors made from those given, by torch's operations",
+        expected="tensors made from those given",
         actual="tensors made from none of them",
-        cause="values leave torch on the way (numpy, tolist, a file), or come from another place",
-        remedy="use torch's operations: others know no bfloat16, no DTensor and no device",
+        cause="they come from another place: a file, a cache, a model that the adapter keeps",
+        remedy="convert what is given",
     )
 
 

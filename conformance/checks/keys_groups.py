@@ -1,80 +1,20 @@
-"""Chapter `keys`, third part: numbers, groups, and parts of a model."""
+"""Chapter `keys`, third part: numbers, layers, and parts of a model."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from conformance.checks._words import by_template, count
 from conformance.fingerprint import torch_dtype
-from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
+from conformance.lab import AdapterRaised, Lab, NotApplicable
 from conformance.search import subsets
 from conformance.subject import numbers_of, template_of
 from conformance.template import Leaf
-from conformance.trace import Trace
 from conformance.verdict import Finding
-
-
-def half_group(lab: Lab) -> Iterator[Finding]:
-    """A stack or a fused tensor with members missing raises; it is not half filled."""
-    sides: tuple[tuple[Direction, Trace, Mapping[str, Leaf]], ...] = (
-        ("from_hf", lab.imported, lab.export.leaves),
-        ("to_hf", lab.export, lab.native),
-    )
-    groups = 0
-    accepted: dict[tuple[str, str], list[tuple[str, str, int]]] = {}
-    for direction, trace, leaves in sides:
-        tied = set(lab.may.tied) | set(lab.may.tied.values())
-        fused = {k: s for k, s in trace.sources.items() if len(s) > 1 and not s & tied}
-        for keys in by_template(fused).values():
-            groups += 1
-            # The last member of the last group: what a loop over "what is there" forgets.
-            target = keys[-1]
-            members = sorted(fused[target], key=lambda key: (template_of(key), numbers_of(key)))
-            kinds = by_template(members)
-            absences: list[tuple[str, ...]] = [(members[-1],), (members[0],)]
-            if len(kinds) > 1:
-                absences += [tuple(part) for part in kinds.values()]
-            for gone in dict.fromkeys(absences):
-                outcome = _half(lab, direction, leaves, target, gone)
-                if outcome:
-                    accepted.setdefault((direction, outcome), []).append(
-                        (gone[0], target, len(members))
-                    )
-                    break
-    if not groups:
-        raise NotApplicable("no tensor is made from several others")
-    for (way, outcome), found in accepted.items():
-        yield Finding(
-            what=f"{way} accepts {count(len(found), 'group')} with members missing",
-            keys=tuple(key for gone, target, _ in found for key in (target, gone)),
-            expected=f"an error that names {found[0][0]}, 1 of {found[0][2]}",
-            actual=f"{found[0][1]} {outcome}",
-            cause="an incomplete group is taken for a part of the model",
-            remedy="raise when some but not all members of a group are there",
-        )
-
-
-def _half(
-    lab: Lab, direction: Direction, leaves: Mapping[str, Leaf], target: str, gone: tuple[str, ...]
-) -> str:
-    """What became of a group without some members, or an empty string when it was refused."""
-    try:
-        out = lab.trace(direction, {key: leaf for key, leaf in leaves.items() if key not in gone})
-    except AdapterRaised:
-        return ""
-    if target not in out.leaves:
-        return "is left out without a word"
-    whole = (
-        "of full size"
-        if out.leaves[target].shape
-        == (lab.native if direction == "from_hf" else lab.export.leaves)[target].shape
-        else "of another shape"
-    )
-    return f"is made without it, {whole}"
-
 
 # (number on the native side, number in the file, native key, file key)
 Row = tuple[tuple[int, ...], tuple[int, ...], str, str]
@@ -234,30 +174,29 @@ def _beyond(lab: Lab, high: str) -> Iterator[Finding]:
 
 
 def layers(lab: Lab) -> Iterator[Finding]:
-    """All tensors of one native layer go to one and the same layer of the files."""
-    homes: dict[tuple[str, int], dict[tuple[str, int], list[str]]] = {}
+    """All tensors of one native layer go to one layer of the files, or to as many as each does."""
+    found: dict[tuple[str, str], list[tuple[int, int, str, str]]] = {}
     for key, sources in lab.export.sources.items():
-        for source in sources:
-            if numbers_of(key) and numbers_of(source):
-                at = (template_of(source).partition("{}")[0], numbers_of(source)[0])
-                to = (template_of(key).partition("{}")[0], numbers_of(key)[0])
-                homes.setdefault(at, {}).setdefault(to, []).append(key)
-    wrong: dict[str, tuple[str, int, str]] = {}
-    for (name, number), places in homes.items():
-        prefixes: dict[str, list[tuple[int, list[str]]]] = {}
-        for (prefix, target), keys in places.items():
-            prefixes.setdefault(prefix, []).append((target, keys))
-        for prefix, found in prefixes.items():
-            if len(found) > 1:
-                usual = max(found, key=lambda pair: len(pair[1]))[0]
-                for target, keys in found:
-                    if target != usual:
-                        shown = f"{prefix}{usual} like the rest of {name}{number}"
-                        wrong.update(dict.fromkeys(keys, (shown, target, name)))
-    if not homes:
+        for source in filter(numbers_of, sources if numbers_of(key) else ()):
+            home = template_of(source).partition("{}")[0], template_of(key).partition("{}")[0]
+            row = numbers_of(source)[0], numbers_of(key)[0], template_of(source), key
+            found.setdefault(home, []).append(row)
+    if not found:
         raise NotApplicable("no key carries a layer number on both sides")
+    wrong: dict[str, tuple[str, int]] = {}
+    for (name, prefix), rows in found.items():
+        span, first = _span(rows), min(row[1] for row in rows)
+        homes: dict[int, Counter[int]] = {}
+        for number, target, *_ in rows:
+            homes.setdefault(number, Counter())[(target - first) // span] += 1
+        for number, target, _, key in rows:
+            usual = homes[number].most_common(1)[0][0]
+            if (target - first) // span != usual:
+                shown = first + usual * span
+                last = f" to {shown + span - 1}" if span > 1 else ""
+                wrong[key] = (f"{prefix}{shown}{last} like the rest of {name}{number}", target)
     for keys in by_template(wrong).values():
-        expected, target, _ = wrong[keys[0]]
+        expected, target = wrong[keys[0]]
         yield Finding(
             what=f"{count(len(keys), 'tensor')} in another layer than the tensors beside",
             keys=tuple(keys),
@@ -266,6 +205,20 @@ def layers(lab: Lab) -> Iterator[Finding]:
             cause="an index is off by one",
             remedy="use one layer number for all tensors of a layer",
         )
+
+
+def _span(rows: Iterable[tuple[int, int, str, str]]) -> int:
+    """How many layers of the files one native layer is: how far most go on from one to the next."""
+    kinds: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    for number, target, source, key in rows:
+        kinds.setdefault((source, template_of(key)), set()).add((number, target))
+    steps = Counter(
+        (after - before) // (more - number)
+        for kind in kinds.values()
+        for (number, before), (more, after) in itertools.pairwise(sorted(kind))
+        if more > number
+    )
+    return max(1, steps.most_common(1)[0][0]) if steps else 1
 
 
 def partial(lab: Lab) -> Iterator[Finding]:

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from conformance.checks._words import by_template, count
-from conformance.fingerprint import bits
+from conformance.fingerprint import same_bits, torch_dtype
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.subject import matches, numbers_of, template_of
 from conformance.template import Leaf
 from conformance.trace import Trace
-from conformance.verdict import Finding
+from conformance.verdict import Finding, Told
 from torchtitan_ckpt.manifest import is_floating
 
 _PROBE = Leaf((3, 5), "float32")
 
 
-def unknown_refused(lab: Lab) -> Iterator[Finding]:
+def unknown_refused(lab: Lab) -> Iterator[Finding | Told]:
     """An unknown key raises, or comes out unchanged under its own name; it never vanishes."""
+    declared = (*lab.may.hf_only, *lab.may.native_only)
     for direction, leaves in _sides(lab):
-        relatives = _relatives(lab, direction, leaves)
-        probes = dict.fromkeys(_unknown(list(leaves)), _PROBE) | relatives
-        yield from _probe(lab, direction, probes, translated=relatives)
+        names = dict.fromkeys(_unknown(list(leaves)), _PROBE)
+        relatives, beyond = (
+            {k: v for k, v in found.items() if k not in leaves and not matches(k, declared)}
+            for found in (_relatives(lab, direction, leaves), _next(leaves))
+        )
+        yield from _probe(lab, direction, names | relatives, translated=relatives)
+        why = "there are fewer of them in the config, and the rest is skipped"
+        for finding in _probe(lab, direction, beyond, translated=beyond, cause=why):
+            # What waits for the rest of its stack, as half of one does.
+            deep = all(len(numbers_of(key)) > 1 for key in finding.keys)
+            yield Told(finding, by="keys.half-group") if deep else finding
 
 
 def lora_refused(lab: Lab) -> Iterator[Finding]:
@@ -53,9 +63,17 @@ def _sides(lab: Lab) -> tuple[tuple[Direction, Mapping[str, Leaf]], ...]:
 
 
 def _linear(leaves: Mapping[str, Leaf]) -> str:
-    """The name of a linear layer's module, one inside the model's layers where there is one."""
-    found = [k for k in leaves if k.endswith(".weight") and len(leaves[k].shape) == 2]
-    return next(filter(numbers_of, found), found[0]).removesuffix(".weight") if found else ""
+    """The name of a linear layer's module: inside the model's layers and without a bias, if any."""
+    found = [
+        key.removesuffix(".weight")
+        for key, leaf in leaves.items()
+        if key.endswith(".weight") and len(leaf.shape) == 2
+    ]
+    return max(
+        found,
+        key=lambda stem: (bool(numbers_of(stem)), f"{stem}.bias" not in leaves),
+        default="",
+    )
 
 
 def _unknown(keys: list[str]) -> list[str]:
@@ -83,27 +101,54 @@ def _relatives(lab: Lab, direction: Direction, leaves: Mapping[str, Leaf]) -> di
     found = {f"{stem}.bias": Leaf(weight.shape[:1], "float32")}
     if direction == "from_hf" and not lab.quantized:
         found[f"{stem}.weight_scale_inv"] = _PROBE
-    declared = (*lab.may.hf_only, *lab.may.native_only)
-    return {k: leaf for k, leaf in found.items() if k not in leaves and not matches(k, declared)}
+    return found
+
+
+def _next(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """For each thing that is counted, layers or a layer's experts, a key of one more of them.
+
+    An adapter that does not know how many there are converts it.
+    """
+    last: dict[str, tuple[int, int, str]] = {}
+    for key, leaf in leaves.items():
+        parts = template_of(key).split("{}")
+        for at, number in enumerate(numbers_of(key)):
+            counted = "{}".join(parts[: at + 1])
+            # The smallest tensor of the last.
+            last[counted] = max(last.get(counted, (-1, 0, "")), (number, -leaf.numel, key))
+    found = {}
+    for counted, (number, _, key) in last.items():
+        numbers = list(numbers_of(key))
+        numbers[counted.count("{}")] = number + 1
+        found[template_of(key).format(*numbers)] = leaves[key]
+    return {key: leaf for key, leaf in found.items() if leaf.numel}
 
 
 def _probe(
-    lab: Lab, direction: Direction, probes: Mapping[str, Leaf], *, translated: Container[str] = ()
+    lab: Lab,
+    direction: Direction,
+    probes: Mapping[str, Leaf],
+    *,
+    translated: Container[str] = (),
+    cause: str = "a key that no rule matches is skipped",
 ) -> Iterator[Finding]:
-    """Each key by itself beside the whole model; those that may be `translated` come out under
-    another name too, their elements in another order."""
+    """Each key by itself beside the whole model; of those that may be `translated`, some elements
+    come out somewhere."""
     dropped, changed = [], {}
+    blank = lab.blank(direction)
+    # In second place: who refuses it does so at once, and who goes by the first key sees the usual.
+    first = dict(itertools.islice(blank.items(), 1))
     for name, leaf in probes.items():
-        probe = torch.arange(1.0, leaf.numel + 1.0).reshape(leaf.shape)
+        probe = torch.arange(3.0, leaf.numel + 3.0).to(torch_dtype(leaf.dtype)).reshape(leaf.shape)
         try:
-            out = lab.convert(direction, {**lab.blank(direction), name: probe})
+            out = lab.convert(direction, {**first, name: probe, **blank})
         except AdapterRaised:
             continue
-        loose = name in translated
-        found = [k for k, v in out.items() if _holds(v, probe, sort=loose)]
+        holds = _some if name in translated else _all
+        found = [k for k, v in out.items() if not v.is_meta and holds(v, probe)]
         if not found:
             dropped.append(name)
-        elif name not in found and not loose:
+        elif name not in found and name not in translated:
             changed[name] = found[0]
     if dropped:
         yield Finding(
@@ -112,7 +157,7 @@ def _probe(
             keys=tuple(dropped),
             expected="an error, or the key handed on as it is",
             actual="neither",
-            cause="a key that no rule matches is skipped",
+            cause=cause,
             remedy="raise an error that names the key",
         )
     for name, new in changed.items():
@@ -126,12 +171,14 @@ def _probe(
         )
 
 
-def _holds(value: Tensor, probe: Tensor, *, sort: bool) -> bool:
-    """Whether a tensor has the probe's elements, bit for bit."""
-    if value.numel() != probe.numel() or value.is_meta or value.dtype != probe.dtype:
-        return False
-    one, two = bits(value).flatten(), bits(probe).flatten()
-    return torch.equal(one.sort().values, two.sort().values) if sort else torch.equal(one, two)
+def _all(value: Tensor, probe: Tensor) -> bool:
+    return same_bits(value, probe)
+
+
+def _some(value: Tensor, probe: Tensor) -> bool:
+    """Whether a tensor holds an element of the probe, in whatever dtype."""
+    found = value.flatten().double()
+    return bool(torch.isin(found[found != 0], probe.double()).any())
 
 
 def hf_only(lab: Lab) -> Iterator[Finding]:

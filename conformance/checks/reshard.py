@@ -6,7 +6,8 @@ comparison with the job that never was split is bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from conformance.jobs import STATES, Job, small_table, truth
 from conformance.lab import Lab, NotApplicable
 from conformance.managed import Held, ManagerRaised, PlainAdapter, brief, differences, opened
 from conformance.manager_lab import ManagerLab, case_of, merged, takes
+from conformance.spread import Picture, Row, Spread
 from conformance.verdict import Finding
 
 __all__ = [
@@ -51,12 +53,13 @@ def next_step(lab: Lab) -> Iterator[Finding]:
 
 def dataloader(lab: Lab) -> Iterator[Finding]:
     """Positions of another data-parallel degree: handed to the loader or refused, never lost."""
-    managers = lab.managers
+    managers, rows = lab.managers, []
     for words in (("fsdp2", "1"), ("1", "fsdp2")):
         source, target = map(case_of, words)
         folder = _saved(managers, source)
         ranks = managers.run(_load_position, target.ranks, folder, target)
-        if not all(ranks):
+        wanted = [_position(rank) for rank in range(source.ranks)]
+        if not all(isinstance(at, str) or at == _position(rank) for rank, at in enumerate(ranks)):
             yield Finding(
                 what="a data loader of another data-parallel degree lost its position in silence",
                 keys=("dataloader",),
@@ -66,21 +69,28 @@ def dataloader(lab: Lab) -> Iterator[Finding]:
                 cause="each rank seeks its own entry, and there is none of its number or too many",
                 remedy="let the loader see what was saved, or compare the degrees and refuse",
             )
+        rows.append(Row(" to ".join(words), (_each(wanted), _each(ranks))))
+    title = "where each rank's data loader stands"
+    lab.pictures["reshard.dataloader"] = (_told(lab, title, rows),)
 
 
 def replicas(lab: Lab) -> Iterator[Finding]:
     """A plain tensor is one value: where ranks disagree, one of them would be lost."""
     ranks = lab.managers.run(_save_disagreeing, 2, lab.managers.folder())
-    if any(found is not None for found in ranks):
+    own = [_own_value(rank) for rank in range(2)]
+    if any(not isinstance(found, str) and found != own[n] for n, found in enumerate(ranks)):
         yield Finding(
             what="a plain tensor that differs between ranks was saved as if it did not",
             keys=("extra.value",),
             coordinate="2 ranks",
             expected="a refusal, or to each rank its own value",
-            actual=", ".join(f"rank {n}: {value}" for n, value in enumerate(ranks)),
+            actual=", ".join(f"rank {n}: {found}" for n, found in enumerate(ranks)),
             cause="one rank's value was written for all",
             remedy="compare plain tensors over the ranks before writing, or give each rank a name",
         )
+    rows = [Row("fsdp2", (_each(own), _each(ranks)))]
+    title = "a plain tensor that ranks disagree about"
+    lab.pictures["reshard.replicas"] = (_told(lab, title, rows),)
 
 
 def hf(lab: Lab) -> Iterator[Finding]:
@@ -125,6 +135,26 @@ def _data_degree(case: Case) -> int:
 
 def _pair(source: Case, target: Case) -> str:
     return f"saved under {source.name}, loaded under {target.name}"
+
+
+def _told(lab: Lab, title: str, rows: list[Row]) -> Picture:
+    return Picture(f"{title} · {lab.subject.name}", ("saved", "loaded"), tuple(rows))
+
+
+def _each(ranks: Sequence[float | str]) -> tuple[Spread]:
+    """What every rank has: a number, or the words of a refusal."""
+    refusal = next((found for found in ranks if isinstance(found, str)), "")
+    values = ["refused" if isinstance(found, str) else f"{found:g}" for found in ranks]
+    return (Spread.each(values, textwrap.shorten(refusal, 120, placeholder=" …")),)
+
+
+def _position(rank: int) -> int:
+    """Where the loader of a rank stands that has the data of its number."""
+    return SAVED * (3 + rank)
+
+
+def _own_value(rank: int) -> float:
+    return rank + 1.0
 
 
 def _files(step: str, where: str, expected: Mapping[str, Any]) -> Iterator[Finding]:
@@ -185,31 +215,30 @@ def _load_and_step(
     return [], differences(job, later, coordinate=where, **words)
 
 
-def _load_position(manager: Any, folder: str, case: Case) -> bool:
-    """Whether the position was kept or the load refused."""
+def _load_position(manager: Any, folder: str, case: Case) -> int | str:
+    """The position after a load, or the words of its refusal."""
     job = Job.start(small_table(), case.degrees, chunks=case.chunks)
     try:
         with opened(manager, job, folder, load_only=True) as found:
             found.load()
-    except ManagerRaised:
-        return True
-    return job.position == SAVED * (3 + job.dp_rank)
+    except ManagerRaised as refusal:
+        return str(refusal)
+    return job.position
 
 
-def _save_disagreeing(manager: Any, folder: str) -> float | None:
-    """None where the save was refused or this rank has its own value back, else that value."""
-    case, rank = case_of("fsdp2"), dist.get_rank()
+def _save_disagreeing(manager: Any, folder: str) -> float | str:
+    """What this rank has back of a value of its own, or the words of a refusal."""
+    case, own = case_of("fsdp2"), _own_value(dist.get_rank())
     job = Job.start(small_table(), case.degrees)
     try:
-        own, target = (Held(torch.tensor([rank + n])) for n in (1.0, 5.0))
-        with opened(manager, job, folder, states={"extra": own}, interval=1) as found:
+        saved, target = (Held(torch.tensor([own + n])) for n in (0.0, 4.0))
+        with opened(manager, job, folder, states={"extra": saved}, interval=1) as found:
             found.save(1)
         with opened(manager, job, folder, states={"extra": target}, load_only=True) as found:
             found.load()
-    except ManagerRaised:
-        return None
-    value = float(target.value)
-    return None if value == rank + 1.0 else value
+    except ManagerRaised as refusal:
+        return str(refusal)
+    return float(target.value)
 
 
 def _export(manager: Any, folder: str, case: Case) -> None:

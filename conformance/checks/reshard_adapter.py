@@ -8,17 +8,35 @@ they lie; a tensor that comes back plain, or whole on ranks that the model shard
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from conformance.adapted import Told, Wrong
+from conformance.checks._conversions import conversions
 from conformance.checks._words import count
 from conformance.lab import Lab, NotApplicable
 from conformance.subject import template_of
 from conformance.verdict import Finding
 
 Under = tuple[str, Wrong]  # the name of a split, and what is wrong on a rank of it
+Clause = Callable[[Lab], Iterator[Finding]]
 
 
+def _pictured(check: Clause) -> Clause:
+    """The check, which leaves pictures as well: of what its findings name, if it has some."""
+
+    @functools.wraps(check)
+    def pictured(lab: Lab) -> Iterator[Finding]:
+        named: list[str] = []
+        for finding in check(lab):
+            named += finding.keys[:1]
+            yield finding
+        lab.pictures[f"reshard.{check.__name__}"] = conversions(lab, named)
+
+    return pictured
+
+
+@_pictured
 def shapes(lab: Lab) -> Iterator[Finding]:
     """A size that is computed from a DTensor is the size that a plain tensor gives."""
     _some_ran(lab)
@@ -33,6 +51,7 @@ def shapes(lab: Lab) -> Iterator[Finding]:
         )
 
 
+@_pictured
 def convert(lab: Lab) -> Iterator[Finding]:
     """Both directions work under every split, and give the values that one rank gives."""
     for found, words in _causes(lab, lambda told: told.raised):
@@ -54,6 +73,7 @@ def convert(lab: Lab) -> Iterator[Finding]:
         )
 
 
+@_pictured
 def placements(lab: Lab) -> Iterator[Finding]:
     """What comes back is split as the model is, or not at all."""
     _some_ran(lab)
@@ -125,10 +145,10 @@ def _left_out(lab: Lab) -> Iterator[Under]:
         told = [one for one in ranks if not one.raised]
         if told:
             written = frozenset().union(*(one.given["to_hf"] for one in told))
-            for key in lab.ranks.exported - written:
+            for key in [key for key in lab.ranks.exported if key not in written]:
                 yield split, Wrong("to_hf", key, "a tensor, on some rank", "left out on all")
             back = frozenset.intersection(*(one.given["from_hf"] for one in told))
-            for key in lab.ranks.imported - back:
+            for key in [key for key in lab.ranks.imported if key not in back]:
                 yield split, Wrong("from_hf", key, "a tensor, on every rank", "left out")
 
 

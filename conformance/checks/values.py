@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from conformance.checks._words import by_template, by_words, count, first_difference
 from conformance.checks.values_drawn import drawn
 from conformance.checks.values_flow import dtensor, load, tied
+from conformance.checks.values_pinned import cast, pinned_export, pinned_import, steady
+from conformance.checks.values_traced import strays, told
 from conformance.compare import explain
-from conformance.fingerprint import Positions, State, bits, code_of, same_bits
+from conformance.fingerprint import Positions, State, same_bits, settled
 from conformance.lab import AdapterRaised, Direction, Lab
-from conformance.subject import matches, template_of
+from conformance.subject import matches
 from conformance.template import Leaf
-from conformance.verdict import Finding
+from conformance.verdict import Finding, Told
 
 __all__ = [
     "drawn",
@@ -28,132 +31,30 @@ __all__ = [
     "tied",
 ]
 
-# What the reference gave for a key, and what the adapter gave, digit by digit.
-Pair = tuple[list[torch.Tensor], list[torch.Tensor]]
 _BLIND = (
     "no second implementation is named (reference or forward): tensors of one shape that are "
     "exchanged, or rows in another order, are not seen where both directions do the same"
 )
 _LOST = "precision or a bit is lost"
+_CLEANED = "NaN and infinities are replaced by numbers"
 
 
-def pinned_export(lab: Lab) -> Iterator[Finding]:
-    """Elements written against those that the reference writes."""
-    yield from _pinned(lab, "to_hf", lab.positions, lab.value_native.keys())
-
-
-def pinned_import(lab: Lab) -> Iterator[Finding]:
-    """Elements read against those that the reference reads from the same files."""
-    written = lab.trace("to_hf", lab.value_native, lab.ask).leaves
-    # What the adapter leaves out, or writes in another shape, is as the reference has it: files are
-    # what both read, and what the adapter makes of them instead is told by `keys` and `shapes`.
-    theirs = {
-        key: leaf
-        for key, leaf in written.items()
-        if key not in lab.value_hf or lab.value_hf[key].shape != leaf.shape
-    }
-    positions = Positions({**lab.value_hf, **theirs}, lab.hf_tied)
-    yield from _pinned(lab, "from_hf", positions, written.keys())
-
-
-def _pinned(
-    lab: Lab, direction: Direction, positions: Positions, known: Collection[str]
-) -> Iterator[Finding]:
-    """Compare as tensors, digit by digit; decode to elements only what differs.
-
-    `known` are the keys that the reference takes.
-    """
-    ours_take = lab.value_native if direction == "to_hf" else lab.value_hf
-    sources = lab.export.sources if direction == "to_hf" else lab.imported.sources
-    digits: dict[str, Pair] = {}
-    differ: set[str] = set()
-    for which in range(positions.passes):
-        state = positions.state(which)
-        ours = lab.convert(direction, {k: v for k, v in state.items() if k in ours_take})
-        theirs = lab.ask(direction, {k: v for k, v in state.items() if k in known})
-        for key, value in theirs.items():
-            if key not in ours or not sources.get(key, frozenset()) <= set(known):
-                continue
-            pair = digits.setdefault(key, ([], []))
-            pair[0].append(value)
-            pair[1].append(ours[key])
-            if value.shape == ours[key].shape and not same_bits(value, ours[key]):
-                differ.add(key)
-    chosen = {
-        key: pair
-        for key, pair in digits.items()
-        if key in differ
-        # A cast is the finding of `dtypes`.
-        and not _cast(lab, key, back=direction == "from_hf")
-        and not (direction == "from_hf" and lab.alias(key))
-    }
-    lossy = frozenset(filter(lab.lossy, chosen))
-    oracle = f"reference {lab.reference.name}"
-    yield from _differences(direction, positions, chosen, oracle, lossy)
-
-
-def _differences(
-    direction: Direction,
-    positions: Positions,
-    pairs: Mapping[str, Pair],
-    oracle: str,
-    lossy: Collection[str] = (),
-) -> Iterator[Finding]:
-    wrong: dict[str, str] = {}
-    details = {}
-    made_up = []
-    for key, (theirs, ours) in pairs.items():
-        expected, actual = positions.decode(theirs), positions.decode(ours)
-        # Another shape is the finding of `shapes`.
-        if actual.shape != expected.shape:
-            continue
-        if key in lossy:
-            # Values may be others by right; an element that both have in another place may not.
-            actual = torch.where((expected == 0) | (actual == 0), expected, actual)
-        if torch.equal(actual, expected):
-            if theirs[0].dtype == ours[0].dtype and key not in lossy:
-                made_up.append(key)
-            continue
-        found = explain(positions, expected, actual)
-        # Numbers in the cause differ from layer to layer; the template of the words does not.
-        wrong[key] = template_of(found.cause)
-        details[key] = found
-    for _, keys in by_words(wrong):
-        first = details[keys[0]]
-        yield Finding(
-            what=f"{direction} puts other elements into {count(len(keys), 'tensor')}",
-            keys=tuple(keys),
-            coordinate=first.coordinate,
-            expected=first.expected,
-            actual=first.actual,
-            cause=first.cause,
-            remedy="compare this direction with the oracle alone: a round trip cannot see it",
-            oracle=oracle,
-        )
-    for keys in by_template(made_up).values():
-        places = (first_difference(*pair) for pair in zip(*pairs[keys[0]], strict=True))
-        at, wanted, have = next(filter(any, places))
-        yield Finding(
-            what=f"{direction} makes up other values for {count(len(keys), 'tensor')}",
-            keys=tuple(keys),
-            coordinate=at,
-            expected=wanted,
-            actual=have,
-            cause="a constant, or a value that is computed: no input holds it",
-            remedy="fill it as the other implementation does, or declare it (lossy) with a reason",
-            oracle=oracle,
-        )
-
-
-def provenance(lab: Lab) -> Iterator[Finding]:
+def provenance(lab: Lab) -> Iterator[Finding | Told]:
     """Each element written is an element of the tensors its key is made from, once."""
     if lab.subject.reference is None and lab.subject.forward is None:
         lab.notes.append(_BLIND)
+    wrong = _not_moved(lab)
+    found = itertools.chain(_changed(wrong), _lost(lab))
+    yield from steady(lab, "to_hf", lab.positions, lab.exported, found)
+
+
+def _not_moved(lab: Lab) -> dict[str, tuple[str, str, str]]:
+    """Coordinate, expected and actual of what does not hold each element of its sources once."""
     wrong: dict[str, tuple[str, str, str]] = {}
     for key, numbers in lab.exported.items():
         sources = lab.export.sources.get(key, frozenset())
         flat = numbers.reshape(-1)
-        if not flat.numel() or lab.lossy(key) or _cast(lab, key) or not sources:
+        if not flat.numel() or lab.lossy(key) or cast(lab, key) or not sources:
             continue
         allowed = sources | {lab.alias(s) or s for s in sources}
         within, distinct = _within(lab.positions, flat, allowed)
@@ -176,6 +77,10 @@ def provenance(lab: Lab) -> Iterator[Finding]:
                 "each element once",
                 f"{flat.numel() - distinct} elements repeat others",
             )
+    return wrong
+
+
+def _changed(wrong: Mapping[str, tuple[str, str, str]]) -> Iterator[Finding]:
     for (coordinate, expected, actual), keys in _grouped(wrong):
         yield Finding(
             what=f"to_hf changes the values of {count(len(keys), 'tensor')}",
@@ -186,7 +91,6 @@ def provenance(lab: Lab) -> Iterator[Finding]:
             cause="arithmetic on the way, or a slice written twice",
             remedy="move elements only, or declare the rule (lossy) with a reason",
         )
-    yield from _lost(lab)
 
 
 def _within(
@@ -199,7 +103,7 @@ def _within(
         base, size = positions.span(key)
         here = (flat >= base) & (flat < base + size)
         inside |= here
-        mine = flat[here]
+        mine = flat if bool(here.all()) else flat[here]
         if not mine.numel():
             continue
         # Only the span that occurs: a slice of a stack is small, the stack is not.
@@ -227,7 +131,7 @@ def _lost(lab: Lab) -> Iterator[Finding]:
         total = sum(lab.exported[k].numel() for k in keys)
         if len(keys) < 2 or source not in lab.positions.leaves or lab.lossy(source):
             continue
-        if any(lab.lossy(k) or _cast(lab, k) for k in keys):
+        if any(lab.lossy(k) or cast(lab, k) for k in keys):
             continue
         flat = torch.cat([lab.exported[k].reshape(-1) for k in keys])
         within, distinct = _within(lab.positions, flat, {source})
@@ -251,21 +155,15 @@ def _lost(lab: Lab) -> Iterator[Finding]:
             )
 
 
-def _cast(lab: Lab, key: str, *, back: bool = False) -> bool:
-    """Whether a key changes to a dtype of another code: the finding of `dtypes`."""
-    trace, inputs = (lab.imported, lab.export.leaves) if back else (lab.export, lab.native)
-    if key not in trace.leaves:
-        return False
-    kinds = {code_of(inputs[s].dtype) for s in trace.sources[key] if s in inputs}
-    return bool(kinds) and kinds != {code_of(trace.leaves[key].dtype)}
-
-
 def native_round_trip(lab: Lab) -> Iterator[Finding]:
-    """`from_hf(to_hf(x))` gives back every bit of x."""
+    """`from_hf(to_hf(x))` gives back every tensor of x, and every bit."""
+    others = strays(lab)
+    yield from told(others, "from_hf(to_hf(x)) makes")
     state = lab.noise(lab.value_native)
     adapter = lab.adapter()
     back = lab.convert("from_hf", lab.convert("to_hf", state, adapter), adapter)
-    yield from _bits(lab, "from_hf(to_hf(x))", "x", state, back, lab.positions)
+    rest = {key: value for key, value in state.items() if key not in others}
+    yield from _bits(lab, "from_hf(to_hf(x))", "x", rest, back, lab.positions)
 
 
 def hf_round_trip(lab: Lab) -> Iterator[Finding]:
@@ -281,7 +179,7 @@ def hf_round_trip(lab: Lab) -> Iterator[Finding]:
     made = {
         k: v
         for k, v in back.items()
-        if lab.export.sources.get(k, frozenset()) <= there.keys() and not _cast(lab, k)
+        if lab.export.sources.get(k, frozenset()) <= there.keys() and not cast(lab, k)
     }
     yield from _bits(lab, "to_hf(from_hf(y))", "y", state, made, lab.hf_positions)
 
@@ -312,8 +210,9 @@ def _bits(
             continue
         other = back[key].reshape(value.shape)
         details[key] = first_difference(value, other)
-        same_set = torch.equal(*(bits(v).reshape(-1).sort().values for v in (value, other)))
-        wrong[key] = ("order", "elements are reordered") if same_set else ("values", _LOST)
+        same_set = torch.equal(*(settled(v).reshape(-1).sort().values for v in (value, other)))
+        lost = _CLEANED if _only_numbers_came(value, other) else _LOST
+        wrong[key] = ("order", "elements are reordered") if same_set else ("values", lost)
     causes = _why(lab, positions, {k for k, (kind, _) in wrong.items() if kind != "dtype"})
     for (kind, cause), keys in by_words(wrong):
         coordinate, expected, actual = details[keys[0]]
@@ -328,6 +227,13 @@ def _bits(
             cause=causes.get(keys[0], cause),
             remedy="make one direction the exact inverse of the other, or declare the loss (lossy)",
         )
+
+
+def _only_numbers_came(sent: torch.Tensor, back: torch.Tensor) -> bool:
+    """Whether all that came back otherwise was NaN or infinite."""
+    if not sent.is_floating_point() or sent.element_size() == 1:
+        return False
+    return not bool(sent.isfinite()[settled(sent) != settled(back)].any())
 
 
 def _why(lab: Lab, positions: Positions, keys: set[str]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from conformance.checks._words import by_words, count
+from conformance.checks._words import by_words, count, differences, unfilled
+from conformance.checks.keys_listed import copies
 from conformance.fingerprint import State, same_bits
 from conformance.lab import AdapterRaised, Direction, Lab, NotApplicable
 from conformance.verdict import Finding, Told
@@ -46,6 +47,35 @@ def tied(lab: Lab) -> Iterator[Finding | Told]:
             )
             never = alias not in lab.imported.leaves
             yield Told(finding, by="keys.import") if never else finding
+    held = {copy: files[key].clone() for copy, key in copies(lab).items() if key in files}
+    if held:
+        yield from _twice(lab, files, held)
+
+
+def _twice(lab: Lab, files: State, held: State) -> Iterator[Finding]:
+    """What import makes of files that hold a tied parameter under a second name too."""
+    try:
+        back = lab.convert("from_hf", files | held)
+    except AdapterRaised as error:
+        yield Finding(
+            what="from_hf refuses files that hold a tied parameter twice",
+            keys=tuple(held),
+            expected="what it makes of files that hold it once: the list has this key",
+            actual=str(error),
+            cause="a second name of a tied parameter is taken for an unknown key",
+            remedy="skip it",
+        )
+        return
+    for one in differences(lab.convert("from_hf", files), back):
+        yield Finding(
+            what="from_hf makes something else of files that hold a tied parameter twice",
+            keys=(*held, *one.keys),
+            coordinate=one.coordinate,
+            expected="what it makes of files that hold it once",
+            actual=one.actual,
+            cause="the second name is read as another parameter",
+            remedy="skip it",
+        )
 
 
 def load(lab: Lab) -> Iterator[Finding]:
@@ -96,7 +126,7 @@ def load(lab: Lab) -> Iterator[Finding]:
     bad = {}
     for key, value in fresh.items():
         if key in back and back[key].shape == value.shape and not same_bits(back[key], value):
-            nan = back[key].is_floating_point() and bool(back[key].isnan().any())
+            nan = unfilled(value, back[key])
             bad[key] = "NaN is left: nobody wrote there" if nan else "another value"
     for words, keys in by_words(bad):
         yield Finding(
@@ -149,15 +179,17 @@ def dtensor(lab: Lab) -> Iterator[Finding]:
             placed = lab.on_device(state)
             sharded = {k: _distribute(v, mesh, placements) for k, v in placed.items()}
             adapter = lab.adapter()
+            given: Mapping[str, Any] = sharded
             try:
-                out = lab.call("to_hf", sharded, adapter)
+                out = lab.call("to_hf", dict(sharded), adapter)
                 yield from _same(lab, "to_hf", name, plain, out)
+                given = out
                 back = lab.call("from_hf", dict(out), adapter)
                 yield from _same(lab, "from_hf", name, plain_back, back)
             except AdapterRaised as error:
                 yield Finding(
                     what=f"{error.direction} refuses DTensors ({name})",
-                    keys=_blamed(lab, error, state),
+                    keys=_blamed(lab, error, given),
                     expected="what plain tensors give",
                     actual=str(error),
                     cause="a path that only DTensors take",
@@ -165,22 +197,18 @@ def dtensor(lab: Lab) -> Iterator[Finding]:
                 )
 
 
-def _blamed(lab: Lab, error: AdapterRaised, state: State) -> tuple[str, ...]:
-    """The first key that makes a conversion of DTensors raise by itself."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
-    if error.direction != "to_hf":
-        return tuple(list(state)[:1])
-    kind = lab.device.kind.value
-    mesh = init_device_mesh(kind, (1, 1), mesh_dim_names=("replicate", "shard"))
-    for key, value in lab.on_device(state).items():
+def _blamed(lab: Lab, error: AdapterRaised, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The first key that makes a conversion of DTensors raise by itself, and what it is made of."""
+    export = error.direction == "to_hf"
+    made = lab.export.targets() if export else lab.imported.sources
+    for key, others in made.items():
+        part = (key,) if export else tuple(sorted(others))
         try:
-            lab.call("to_hf", {key: _distribute(value, mesh, (Replicate(), Shard(0)))})
+            lab.call("to_hf" if export else "from_hf", {k: given[k] for k in part if k in given})
         except AdapterRaised as again:
-            if type(again.error) is type(error.error) and lab.export.targets().get(key):
-                return (key,)
-    return tuple(list(state)[:1])
+            if type(again.error) is type(error.error):
+                return (key,) if export else (key, *part[:1])
+    return tuple(given)[:1]
 
 
 def _distribute(value: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:

@@ -24,6 +24,11 @@ def names() -> tuple[str, ...]:
     return tuple(families.names())
 
 
+def is_name(name: str) -> bool:
+    """Whether a name by itself may be that of a subject: a shipped one, or a folder."""
+    return name.startswith(_PREFIXES) or name in names() or os.path.isdir(name)
+
+
 def spread(name: str) -> tuple[str, ...]:
     """The name, or a name for each subject where it is that of a list."""
     if ":" not in name or name.startswith(_PREFIXES):

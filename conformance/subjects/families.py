@@ -23,11 +23,12 @@ _MTP = "the hub's copies of the embedding and the head for MTP mean nothing to t
 
 
 class FamilyReference:
-    """A family's mapping as the independent side of a comparison."""
+    """The mapping of a family's adapter as the independent side of a comparison."""
 
-    def __init__(self, mapping: Any) -> None:
-        self.name = f"torchtitan_ckpt family {mapping.name}"
-        self.mapping = mapping
+    def __init__(self, adapter: Any) -> None:
+        self.mapping = adapter.mapping
+        self.name = f"torchtitan_ckpt family {self.mapping.name}"
+        self.stored = stored_keys(adapter)
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return self.mapping.to_hf(state_dict)  # type: ignore[no-any-return]
@@ -90,14 +91,15 @@ def of_config(
 
     def listed() -> FileList:
         if files is not None:
-            return FileList({**extras, **files.leaves}, files.source)
+            return FileList({**extras, **files.leaves}, files.source, files.stored)
+        stored = stored_keys(made)
         if reference is None:
             return FileList(
-                {**_written(mapping), **extras}, f"the family's own list ({mapping.name})"
+                {**_written(mapping), **extras}, f"the family's own list ({mapping.name})", stored
             )
         theirs = reference.to_hf(_meta(keys.native_entries(mapping)))
         known = {key: leaf_of(value) for key, value in theirs.items()}
-        return FileList({**extras, **known}, f"reference {reference.name}")
+        return FileList({**extras, **known}, f"reference {reference.name}", stored)
 
     return Subject(
         name=name,
@@ -121,6 +123,16 @@ def _written(mapping: Any) -> dict[str, Leaf]:
     from torchtitan_ckpt.mapping import keys
 
     return _leaves(keys.hf_entries(mapping))
+
+
+def stored_keys(adapter: Any) -> tuple[str, ...]:
+    """What lies in the published files of a family that is quantized; nothing for another.
+
+    Scales, and the copies that mean nothing to the trainer: an index lists them all.
+    """
+    if not adapter.family.layouts_for(adapter.config):
+        return ()
+    return tuple(adapter.hf_entries(declared=True, stored=True))
 
 
 def _extras(mapping: Any) -> dict[str, Leaf]:
@@ -250,7 +262,7 @@ def reference_for_titan(config: Any) -> Reference | None:
     from torchtitan_ckpt.adapter import MappingAdapter
 
     try:
-        return FamilyReference(MappingAdapter(config).mapping)
+        return FamilyReference(MappingAdapter(config))
     except (CheckpointError, AttributeError, KeyError, TypeError):
         return None
 

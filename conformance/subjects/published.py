@@ -51,7 +51,9 @@ def subject(name: str) -> Subject:
                 fix=f"did you mean {near}?" if near else "name one of them",
             )
         )
-    files = FileList(_logical(published), f"the published files of {published}")
+    leaves = _logical(published)
+    stored = () if leaves.keys() == tensors(published).keys() else tuple(tensors(published))
+    files = FileList(leaves, f"the published files of {published}", stored)
     return families.of_config(name, _facts("configs")[published]["config"], files=files)
 
 

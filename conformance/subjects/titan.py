@@ -1,4 +1,4 @@
-"""Subjects from an installed torchtitan: `titan:<model>/<flavor>[?mtp=N]`.
+"""Subjects from an installed torchtitan: `titan:<model>[/<flavor>][?mtp=N]`.
 
 The model is built on the meta device, so its size does not matter; the adapter is the one that
 its model spec names, unchanged. What an adapter may do is declared here, with reasons.
@@ -26,7 +26,6 @@ def subject(name: str) -> Subject:
     """The Subject of a `titan:` name."""
     model, _, rest = name.removeprefix("titan:").partition("/")
     flavor, _, options = rest.partition("?")
-    flavor = flavor or "debugmodel"
     arguments: dict[str, Any] = {}
     for option in filter(None, options.split("&")):
         key, _, value = option.partition("=")
@@ -186,17 +185,13 @@ def _spec(name: str, model: str, flavor: str, arguments: Mapping[str, Any]) -> A
                 what=f"torchtitan's {model} takes no {', '.join(unknown)}",
             )
         )
+    tables = [v for k, v in vars(module).items() if k.endswith("_configs") and isinstance(v, dict)]
+    flavors = sorted(tables[0]) if tables else []
+    debug = ("debugmodel", *(one for one in flavors if "debug" in one))
+    flavor = flavor or next((one for one in debug if one in flavors), debug[0])
     try:
         return registry(flavor, **arguments)
     except KeyError as error:
-        flavors = next(
-            (
-                sorted(v)
-                for k, v in vars(module).items()
-                if k.endswith("_configs") and isinstance(v, dict)
-            ),
-            [],
-        )
         near = nearest(flavor, flavors)
         raise NotFoundError(
             Problem(

@@ -19,6 +19,7 @@ from torchtitan_ckpt.cli import main
 
 GOOD = right.subject("good", **BLIND)
 BAD = right.subject("bad", edited(before_export=drop("hash")), **BLIND)
+PRINTS = right.subject("prints", edited(lambda out: print("converting") or out), **BLIND)
 EMPTY = right.subject("empty", **BLIND)
 BOTH = [GOOD, BAD]
 NONE: list[Subject] = []
@@ -93,6 +94,13 @@ def test_reports_are_written_where_they_are_asked_for(
     capsys.readouterr()
     assert main(["check", f"{HERE}:BAD", "--check", "keys.total", "--json=-"]) == 1
     assert json.loads(capsys.readouterr().out)["counts"]["fail"] == 1
+
+
+def test_what_a_subject_prints_is_no_part_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", f"{HERE}:PRINTS", "--check", "keys.total", "--json=-"])
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["counts"]["pass"] == 1
+    assert "converting" in captured.err
 
 
 def test_a_report_that_cannot_be_written_costs_no_run(
@@ -211,7 +219,7 @@ def test_a_repeating_command_names_the_device(monkeypatch: pytest.MonkeyPatch) -
     from torchtitan_ckpt.device import Device
 
     monkeypatch.setattr(Device, "label", property(lambda _: "npu-simulated"))
-    bench = engine.Bench(BAD)
+    bench = engine.Bench(BAD, called="mine:BAD")
     cell = bench.run(BY_ID["keys.total"])
     assert cell.findings[0].again.endswith("--check keys.total --device npu-sim")
 

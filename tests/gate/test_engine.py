@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from conformance import report_html as html
 from conformance import report_junit as junit
 from conformance import report_markdown as markdown
 from conformance.contract import BY_ID, CONTRACT, LEVELS, RUNS, VERSION, select
+from conformance.subjects import resolve
 from tests.specimens import right
 from tests.specimens.edits import drop, edited, rename
 from tests.specimens.right import Right, State
@@ -36,6 +39,9 @@ def test_the_contract_is_consistent() -> None:
         assert len(clause.why) <= 72
     assert set(RUNS.values()) <= set(BY_ID)
     assert sorted(CONTRACT, key=lambda c: c.level) == list(CONTRACT)
+
+
+BAD = right.subject("drops", DROPS, **BLIND)
 
 
 def test_an_expected_finding_is_an_xfail_with_its_reason() -> None:
@@ -224,7 +230,7 @@ def test_a_subject_that_cannot_be_used_takes_no_other_subjects_cells_along() -> 
         "the HF list of a subject does not exist",
         "/nonexistent",
     )
-    assert finding.again.endswith("--check keys.exact")
+    assert finding.again == "check(subject, checks=['keys.exact'])  # of 'bad'"
     assert cells["shapes.exact"].reason.startswith("by keys.exact: the HF list")
     assert report.cell("keys.leaves", "good").verdict == "pass"
     assert report.exit_code == 1
@@ -311,9 +317,55 @@ def test_values_on_no_elements_are_a_usage_error(most: int) -> None:
 
 
 def test_the_command_that_repeats_a_finding_has_the_size_that_it_was_found_with() -> None:
-    subject = right.subject("drops", DROPS, **BLIND)
-    (finding,) = check(subject, checks=["keys.total"], max_elements=10**6).findings
-    assert finding.again.endswith("--check keys.total --max-elements 1000000")
+    for given, again in (
+        (right.subject("drops", DROPS, **BLIND), "checks=['keys.total'], max_elements=1000000)"),
+        (f"{__name__}:BAD", f"check {__name__}:BAD --check keys.total --max-elements 1000000"),
+    ):
+        (finding,) = check(given, checks=["keys.total"], max_elements=10**6).findings
+        assert again in finding.again
+
+
+def test_a_subject_that_no_command_can_name_is_checked_again_by_a_call() -> None:
+    """One that is made in a function; a shipped one has its name wherever it was made."""
+    report = check(right.subject("in here", DROPS, **BLIND), checks=["keys.total"], seed=3)
+    assert (
+        report.findings[0].again == "check(subject, checks=['keys.total'], seed=3)  # of 'in here'"
+    )
+    shipped = replace(resolve("llama3"), adapter=DROPS)
+    report = check(shipped, checks=["keys.leaves"])
+    assert report.findings[0].again == "torchtitan-ckpt check llama3 --check keys.leaves"
+
+
+@pytest.mark.parametrize("leaves", ["os._exit(0)", "sys.exit(0)"])
+def test_an_adapter_that_ends_the_process_is_a_failure_of_it(leaves: str) -> None:
+    class Ends(Right):
+        def to_hf(self, state_dict: State) -> State:
+            exec(leaves, {"os": os, "sys": sys})
+            return {}
+
+    right_one = os._exit
+    report = check(right.subject("ends", Ends, **BLIND), checks=["keys.leaves"])
+    assert report.exit_code == 1
+    assert "SystemExit" in report.findings[0].what
+    assert os._exit is right_one
+
+
+def test_what_a_subject_says_steers_no_terminal_and_ends_no_report() -> None:
+    class Odd(Right):
+        def to_hf(self, state_dict: State) -> State:
+            return {**super().to_hf(state_dict), "\x1b[2J\ud800": torch.zeros(3)}
+
+    report = check(right.subject("odd\x07", Odd, listed=True), checks=["keys.exact", "keys.total"])
+    assert report.exit_code == 1
+    for text in (report.text(), junit.render(report), html.render(report), markdown.render(report)):
+        assert "\x1b" not in text
+        assert text.encode("utf-8")
+    ElementTree.fromstring(junit.render(report))
+
+
+def test_a_level_below_what_was_asked_for_is_a_usage_error() -> None:
+    with pytest.raises(ConfigError, match=r"ask for level 5"):
+        select(["reshard.*"], level=3)
 
 
 def test_an_adapter_that_raises_is_told_once() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from conformance import Subject, check
+from conformance.checks import reshard
 from conformance.contract import BY_ID
 from conformance.engine import Bench, one_thread
+from conformance.lab import Lab
 from conformance.manager_lab import DEGREES, ManagerLab, cases_of
 from conformance.subjects import resolve
 from conformance.subjects.managers import TITAN
@@ -160,10 +162,46 @@ def test_every_degree_is_a_source_and_a_target() -> None:
     assert all(a != b for a, b in pairs)
 
 
+def test_pictures_have_what_each_rank_held_before_and_after() -> None:
+    """Positions and values; no check of resharding is without a picture."""
+    lab = Lab(Subject("m", manager=CheckpointManager), seed=0)
+    assert [*reshard.dataloader(lab), *reshard.replicas(lab)] == []
+    (positions,) = lab.pictures["reshard.dataloader"]
+    (values,) = lab.pictures["reshard.replicas"]
+    told = {
+        row.split: [[part.value for part in held.parts] for (held,) in row.stages]
+        for row in (*positions.rows, *values.rows)
+    }
+    assert told == {
+        "fsdp2 to 1": [["6", "8"], ["refused"]],
+        "1 to fsdp2": [["6"], ["refused", "refused"]],
+        "fsdp2": [["1", "2"], ["refused", "refused"]],
+    }
+    (refusal,) = positions.rows[0].stages[1]
+    assert "saved at another data-parallel degree" in refusal.words
+
+
+def test_a_picture_has_what_a_manager_lost() -> None:
+    found = {s.name: s for s in SPECIMENS}
+    lab = Lab(found["ranks-not-compared"].subject(), seed=0)
+    (finding,) = reshard.replicas(lab)
+    (row,) = lab.pictures["reshard.replicas"][0].rows
+    after = [part.value for part in row.stages[1][0].parts]
+    assert len(set(after)) == 1
+    assert finding.actual == ", ".join(f"rank {n}: {float(v)}" for n, v in enumerate(after))
+    lab = Lab(found["position-dropped"].subject(), seed=0)
+    assert len(list(reshard.dataloader(lab))) == 2
+    rows = lab.pictures["reshard.dataloader"][0].rows
+    after = [[part.value for part in row.stages[1][0].parts] for row in rows]
+    assert after == [["0"], ["0", "0"]]
+
+
 def test_findings_of_degrees_are_repeated_under_the_same_degrees() -> None:
     broken = next(s for s in SPECIMENS if s.check == "reshard.full").subject()
     report = check(broken, checks=["reshard.full"], degrees=["fsdp2"])
-    assert report.findings[0].again.endswith("--check reshard.full --degrees fsdp2")
+    assert report.findings[0].again.startswith(
+        "check(subject, checks=['reshard.full'], degrees=['fsdp2'])"
+    )
     assert {f.coordinate for f in report.findings} == {"saved under 1, loaded under fsdp2"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,17 +13,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from conformance import Subject, check
+from conformance import Subject, check, report_html, shares
+from conformance.adapter_lab import DEGREES
+from conformance.checks._conversions import _telling
 from conformance.contract import BY_ID
 from conformance.engine import Bench, one_thread
-from conformance.manager_lab import why_no_rank_starts
-from conformance.subjects import families
+from conformance.lab import Lab
+from conformance.manager_lab import case_of, why_no_rank_starts
+from conformance.ranks import shared_pool
+from conformance.spread import Spread
+from conformance.subjects import families, resolve
 from conformance.subjects.configs import CONFIGS
 from tests.gate.detection import ON_RANKS, named
 from tests.specimens.ranked import SPECIMENS, Edited, subject
 from tests.specimens.specimen import Specimen
+from torchtitan_ckpt.placement import layout_of, split_of
 
 CHECKS = [clause.id for clause in ON_RANKS]
 
@@ -35,7 +44,7 @@ def test_the_named_check_catches_the_specimen_and_names_its_key(specimen: Specim
     assert cell.verdict == "fail", f"{cell.verdict}: {cell.reason}"
     assert named(specimen, cell), [f.keys for f in cell.findings]
     for finding in cell.findings:
-        assert "--degrees" in finding.again
+        assert "degrees=" in finding.again
         for part in ("what", "keys", "expected", "actual", "cause", "remedy", "coordinate"):
             assert getattr(finding, part), (part, finding)
 
@@ -112,6 +121,104 @@ def test_what_right_adapters_do_on_ranks_passes(
 def test_our_own_adapter_converts_under_every_split() -> None:
     report = check("qwen3_moe", checks=CHECKS)
     assert [c.verdict for c in report.cells] == ["pass"] * 3, report.text()
+    (picture,) = {one for c in report.cells for one in c.pictures}
+    assert all(c.pictures for c in report.cells)
+    assert [row.split for row in picture.rows] == [case_of(one).name for one in DEGREES]
+    for row in picture.rows:
+        (model,), (files,), (back,) = row.stages
+        assert _boxes(model) == _placed(STACK, model.shape, row.split), row.split
+        assert back == model
+        assert len(files.keys) == model.shape[0] == 12
+        assert files.shape == model.shape[1:]
+        assert sum(math.prod(part.size) for part in files.parts) == math.prod(files.shape)
+    page = report_html.render(report)
+    assert page.count("<figure") == 1
+    assert len(page) < 1_000_000
+
+
+STACK = "layers.1.moe.routed_experts.inner_experts.w1_EFD"
+
+
+def _boxes(held: Spread) -> dict[int, Any]:
+    return {rank: (part.start, part.size) for part in held.parts for rank in part.ranks}
+
+
+def _placed(key: str, shape: tuple[int, ...], split: str) -> dict[int, Any]:
+    """Which box each rank holds, by the rules of placement alone."""
+    degrees = case_of(split).degrees
+    layout = layout_of(split_of(key), shape, degrees)
+    ranks = range(degrees.world_size)
+    return {rank: layout.box(shape, degrees.coordinate(rank)) for rank in ranks}
+
+
+def _shown(adapter: type[Edited], degrees: str) -> tuple[tuple[Spread, ...], ...]:
+    """What the ranks held at each stage of `reshard.convert`."""
+    (cell,) = check(subject("habit", adapter, degrees), checks=["reshard.convert"]).cells
+    return cell.pictures[0].rows[0].stages
+
+
+def test_a_picture_says_what_is_gathered_and_what_is_on_some_ranks_only() -> None:
+    (model,), (files,), (back,) = _shown(ComesBackPlain, "fsdp4")
+    assert len(model.parts) == 4
+    assert files.words == back.words == shares.PLAIN
+    assert [part.ranks for part in files.parts] == [(0, 1, 2, 3)]
+    _, (first, second), _ = _shown(WritesItsOwnExperts, "fsdp2")
+    assert [key.split(".")[5] for key in first.keys] == list(map(str, range(6)))
+    assert [part.ranks for held in (first, second) for part in held.parts] == [(0,), (1,)]
+
+
+def test_a_picture_is_of_the_tensor_that_is_found() -> None:
+    found = {s.name: s for s in SPECIMENS}
+    for name, key in (("replicas-joined", "wo.weight"), ("views-shards", "qkv_linear.wk.weight")):
+        cell = Bench(found[name].subject()).run(BY_ID[found[name].check])
+        (picture,) = cell.pictures
+        assert picture.title.startswith(f"layers.0.attention.{key}"), picture.title
+    (raised,) = picture.rows[0].stages[1]
+    assert (raised.parts, raised.words) == ((), "not told: the adapter raised")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        pytest.param(
+            "titan:gpt_oss/debugmodel",  # which drops its experts on export
+            "layers.0.attention.qkv_linear.wq.weight",
+            marks=pytest.mark.needs_titan,
+        ),
+        ("llama3", "layers.0.attention.qkv_linear.wq.weight"),
+        ("gpt_oss", "layers.0.moe.routed_experts.inner_experts.mlp1_weight_EGD"),
+    ],
+)
+def test_without_findings_a_picture_is_of_experts_or_of_a_matrix(name: str, key: str) -> None:
+    """Of one that `to_hf` makes something of."""
+    if name.startswith("titan:"):
+        pytest.importorskip("torchtitan", reason="wants the extra 'titan'")
+    assert _telling(Lab(resolve(name), seed=0)) == key
+
+
+def _strided() -> dict[str, shares.Share]:
+    """A strided shard without the axis that it is strided over, and a sum that nobody made."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    strided = [_StridedShard(0, split_factor=2), Replicate()]
+    value = distribute_tensor(torch.zeros(10, 3), mesh, strided, src_data_rank=None)
+    partial = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial(), Replicate()])
+    uneven = distribute_tensor(torch.zeros(3), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+    return shares.shares({"value": value, "partial": partial, "uneven": uneven, "none": 3})
+
+
+def test_a_share_is_what_torch_gives_even_where_it_is_in_pieces() -> None:
+    ranks = shared_pool().run(_strided, 4)
+    assert [set(told) for told in ranks] == [{"value", "partial", "uneven"}] * 4
+    (value,) = shares.together({"value": [told["value"] for told in ranks]})
+    assert {(part.start[0], part.size[0]): part.ranks for part in value.parts} == {
+        (0, 3): (0, 1),
+        (5, 3): (0, 1),
+        (3, 2): (2, 3),
+        (8, 2): (2, 3),
+    }
+    (uneven,) = shares.together({"uneven": [told["uneven"] for told in ranks]})
+    assert [part.ranks for part in uneven.parts if not all(part.size)] == [(3,)]
+    assert {told["partial"].words for told in ranks} == {shares.PARTIAL}
 
 
 @pytest.mark.slow

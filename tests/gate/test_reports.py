@@ -19,9 +19,8 @@ from conformance import report_html as html
 from conformance import report_json as as_json
 from conformance import report_junit as junit
 from conformance import report_markdown as markdown
-from conformance.degrees import Case
-from conformance.pictures import resharding
-from conformance.template import Leaf
+from conformance.pictures import told
+from conformance.spread import Part, Picture, Row, Spread
 from torchtitan_ckpt.device import SIMULATED
 
 FOUND = Finding(
@@ -180,6 +179,18 @@ def test_html_is_one_file_whose_links_lead_somewhere() -> None:
     assert "@media print" in text
 
 
+SPLIT = Spread((6, 4), (Part((0, 0), (3, 4), (0, 2)), Part((3, 0), (3, 4), (1, 3))))
+WHOLE = Spread((6, 4), (Part((0, 0), (6, 4), (0, 1, 2, 3)),), ("model.w",), "a <plain> tensor")
+CONVERTED = Picture(
+    "layers.0.w · two", ("before", "after"), (Row("hsdp2x2", ((SPLIT,), (WHOLE,))),)
+)
+POSITIONS = Picture(
+    "positions · two",
+    ("saved", "loaded"),
+    (Row("fsdp2 to 1", ((Spread.each(["6", "8"], ""),), (Spread.each(["refused"], "why"),))),),
+)
+
+
 RESHARDED = Report(
     cells=(
         *REPORT.cells,
@@ -188,6 +199,10 @@ RESHARDED = Report(
         ),
         dataclasses.replace(
             cell("two", "reshard.full", "fail", "", FOUND), pairs=(("fsdp2 x tp2", "1"),)
+        ),
+        dataclasses.replace(cell("two", "reshard.shapes", "pass"), pictures=(CONVERTED,)),
+        dataclasses.replace(
+            cell("two", "reshard.convert", "fail", "", FOUND), pictures=(CONVERTED, POSITIONS)
         ),
     ),
     seed=7,
@@ -203,35 +218,60 @@ def test_a_resharded_job_is_drawn_before_and_after() -> None:
     page.feed(text)
     assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
     assert len(set(page.ids)) == len(page.ids)
-    assert text.count("<figure") == 2
+    assert text.count("<figure") == 4
     pair = html._pair_anchor(("fsdp2 x tp2", "1"))
     assert page.links.count(f"#{pair}") == 2, "from the cell that passed and from the finding"
     assert "nothing on rank 5, 6, 7" in text, "five numbers over eight ranks"
     assert text.count(">bytes written, by rank") == 2
     assert SIMULATED in text
-    assert json.loads(as_json.render(RESHARDED))["cells"][-1]["pairs"] == [["fsdp2 x tp2", "1"]]
+    assert json.loads(as_json.render(RESHARDED))["cells"][-3]["pairs"] == [["fsdp2 x tp2", "1"]]
 
 
-def test_the_pictures_show_what_the_ranks_hold() -> None:
-    """Each rank's share of a drawn tensor is what torch gives it; two ranks that share a strided
-    split stand in torch's order, not in that of their numbers."""
-    table = {
-        "layers.0.attention.wo.weight": Leaf((24, 20), "float32"),
-        "a.weight": Leaf((38, 24), "float32"),
-    }
-    drawn = resharding(table, Case.parse("fsdp2 x tp2"), Case.parse("fsdp4"))
-    piece = r'width="([\d.]+)" height="([\d.]+)" fill="\S+"><title>rank ([^<]+)<'
-    pieces = re.findall(piece, drawn)
-    assert len(pieces) == 4 + 4 + 2 + 4
-    wo = {rank: round(float(w) * float(h)) for w, h, rank in pieces[:4]}
-    assert wo == dict.fromkeys("0123", 180 * 64 // 4)
-    embeddings = resharding(
-        {"tok_embeddings.weight": Leaf((38, 24), "float32")},
-        Case.parse("fsdp2 x tp2"),
-        Case.parse("1"),
+def test_what_ranks_told_is_drawn_once_and_linked_from_every_cell_that_has_it() -> None:
+    text = html.render(RESHARDED)
+    page = Links()
+    page.feed(text)
+    first, second = map(html._told_anchor, (CONVERTED, POSITIONS))
+    assert (page.links.count(f"#{first}"), page.links.count(f"#{second}")) == (2, 1)
+    assert (page.ids.count(first), page.ids.count(second)) == (1, 1)
+    assert as_json.parse(as_json.render(RESHARDED)).cells[-1].pictures == (CONVERTED, POSITIONS)
+
+
+def test_a_picture_of_what_ranks_told_has_every_part_with_its_ranks() -> None:
+    drawn = told(CONVERTED)
+    piece = r'y="([\d.]+)" width="180.0" height="([\d.]+)" fill="\S+"><title>rank ([^<]+)<'
+    assert re.findall(piece, drawn) == [
+        ("0.0", "32.0", "0,2"),
+        ("32.0", "32.0", "1,3"),
+        ("0.0", "64.0", "0-3"),
+    ]
+    assert "<code>model.w</code>" in drawn
+    assert "6 x 4 · a &lt;plain&gt; tensor" in drawn
+    assert re.findall(r"<text[^>]*>([^<]+)<", told(POSITIONS)) == ["0: 6", "1: 8", "0: refused"]
+
+
+def test_what_cannot_be_drawn_is_said() -> None:
+    raised = Spread((), (), words="not told")
+    cubes = tuple(
+        Part((a, b, c), (1, 1, 1), (4 * a + 2 * b + c,))
+        for a in (0, 1)
+        for b in (0, 1)
+        for c in (0, 1)
     )
-    placed = re.findall(r'y="([\d.]+)" width="180.0" .*?<title>rank (\d)<', embeddings)[:4]
-    assert [rank for _, rank in sorted(placed, key=lambda p: float(p[0]))] == list("0213")
+    many = tuple(dataclasses.replace(WHOLE, keys=(f"a{n}", f"b{n}")) for n in range(6))
+    rows = tuple(Row("x", (stage,)) for stage in ((raised,), (Spread((2, 2, 2), cubes),), many))
+    drawn = told(Picture("t", ("only",), rows))
+    assert drawn.count("<svg") == 4, "four of six forms, and nothing for the others"
+    assert "not told" in drawn
+    assert "2 x 2 x 2 · cut along three dimensions: not drawn" in drawn
+    assert "and 4 tensors held in other ways" in drawn
+
+
+def test_every_rank_of_eight_is_written_beside_its_rows() -> None:
+    """A page of paper has no words that appear under a mouse."""
+    parts = tuple(Part((2 * n, 0), (min(2, 15 - 2 * n), 5), (n,)) for n in range(8))
+    drawn = told(Picture("t", ("only",), (Row("fsdp8", ((Spread((15, 5), parts),),)),)))
+    assert re.findall(r"<text[^>]*>(\d)<", drawn) == list("01234567"), "the last has half the rows"
 
 
 def test_html_in_a_browser_and_on_paper(tmp_path: Path) -> None:
@@ -245,28 +285,25 @@ def test_html_in_a_browser_and_on_paper(tmp_path: Path) -> None:
     )
     if browser is None:
         pytest.skip("not run: no Chromium is installed")
-    page = tmp_path / "report.html"
-    page.write_text(html.render(RESHARDED))
-    done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "keys.total" in done.stdout
-    assert done.stdout.count("<figure") == 2
-    subprocess.run(
-        [
-            browser,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--print-to-pdf={tmp_path / 'report.pdf'}",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    page, pdf = tmp_path / "report.html", tmp_path / "report.pdf"
+
+    def browse(report: Report, wanted: str) -> str:
+        page.write_text(html.render(report))
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", wanted, page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return done.stdout
+
+    shown = browse(RESHARDED, "--dump-dom")
+    assert "keys.total" in shown
+    assert shown.count("<figure") == 4
+    # The usual seven splits of an adapter have a page of paper to themselves.
+    usual = dataclasses.replace(CONVERTED, rows=CONVERTED.rows * 7)
+    passed = dataclasses.replace(cell("two", "reshard.shapes", "pass"), pictures=(usual,))
+    browse(dataclasses.replace(RESHARDED, cells=(passed,)), f"--print-to-pdf={pdf}")
+    assert pdf.read_bytes().startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes())) == 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -121,6 +122,39 @@ class Looks(Right):
         return super().from_hf(hf_state_dict)
 
 
+class InThreads(Right):
+    """Converts each tensor in a thread, where nothing sees torch's operations."""
+
+    def to_hf(self, state_dict: State) -> State:
+        biases = {k: v for k, v in state_dict.items() if k.endswith(("bq", "bk"))}
+        parts = [biases, *({k: v} for k, v in state_dict.items() if k not in biases)]
+        with ThreadPoolExecutor(2) as pool:
+            # An adapter a part: each keeps the map of the files of what it has converted.
+            found = pool.map(lambda part: Right().to_hf(part), parts)
+            return {key: tensor for part in found for key, tensor in part.items()}
+
+
+class OnAccess(Mapping[str, Any]):
+    """A mapping that makes each tensor when it is asked for it."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def __getitem__(self, key: str) -> Any:
+        return self.state[key].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+class Lazy(Right):
+    def to_hf(self, state_dict: State) -> Any:
+        return OnAccess(super().to_hf(state_dict))
+
+
 def terse(error: str) -> type:
     """Refuses with a message that names nothing."""
 
@@ -158,6 +192,8 @@ TIES = {"head.weight": "tok.weight"}
         (one_plus, Capabilities(lossy={"*norm.weight": "stored as 1 + w"})),
         (terse("no"), Capabilities()),
         (Looks, Capabilities()),
+        (InThreads, Capabilities()),
+        (Lazy, Capabilities()),
     ],
     ids=[
         "empties-its-argument",
@@ -171,6 +207,8 @@ TIES = {"head.weight": "tok.weight"}
         "declared-arithmetic",
         "terse-errors",
         "looks-at-values",
+        "converts-in-threads",
+        "computes-on-access",
     ],
 )
 def test_declared_habits_of_right_adapters_pass(adapter: Any, capabilities: Capabilities) -> None:

@@ -1,4 +1,4 @@
-"""What only the search finds is found each time, and the printed command repeats it."""
+"""What only drawn cases find is found each time, and the printed command repeats it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conformance import Report, Subject, check, codec
-from conformance.search import Case, cases, smallest, state_of_text, states, text_of_state
+from conformance.checks import values_drawn
+from conformance.fills import FILLS, HOLDS, filled
+from conformance.fingerprint import noise, same_bits
+from conformance.lab import Lab
+from conformance.search import Case, cases, listed, smallest, state_of_text, states, text_of_state
 from conformance.subjects import configs, families
-from tests.specimens import drawn
+from conformance.template import Leaf, leaf_of
+from tests.specimens import drawn, right
+from tests.specimens.right import State
+from tests.specimens.specimen import HEAD, TIED, Specimen, TiedRight
 from torchtitan_ckpt.cli import main
 from torchtitan_ckpt.errors import ConfigError
 
@@ -45,15 +54,26 @@ class Flat:
 
 HERE = "tests.gate.test_search"
 SUBJECT = Subject(f"{HERE}:SUBJECT", codec=Flat())
-FROM_BEHIND, ODD, DTYPES = (
+FROM_BEHIND, ODD, DTYPES, EQUAL, VIEWS = (
     replace(specimen.subject(), name=f"{HERE}:{name}")
-    for name, specimen in zip(("FROM_BEHIND", "ODD", "DTYPES"), drawn.SPECIMENS, strict=True)
+    for name, specimen in (
+        (name, next(s for s in drawn.SPECIMENS if s.name == specimen))
+        for name, specimen in (
+            ("FROM_BEHIND", "three-layers-from-behind"),
+            ("ODD", "odd-experts"),
+            ("DTYPES", "two-dtypes-by-name"),
+            ("EQUAL", "equal-experts-once"),
+            ("VIEWS", "views-wanted"),
+        )
+    )
 )
 FOUND = {
     "SUBJECT": ("files.reread", r"a\.a=float64\[1,1,1,1\]|.*=\w+\[\d,\d,\d,\d\]"),
     "FROM_BEHIND": ("values.drawn", r"part=layers\.\d+,layers\.\d+,layers\.\d+ order=reversed .*"),
     "ODD": ("values.drawn", "experts=3 order=own dtypes=own"),
     "DTYPES": ("values.drawn", "order=by-name dtypes=dealt-0"),
+    "EQUAL": ("values.drawn", "order=own dtypes=own values=equal-slices"),
+    "VIEWS": ("values.drawn", "order=own dtypes=own as=offset"),
 }
 
 
@@ -110,6 +130,8 @@ def test_another_seed_draws_other_cases_and_the_same_seed_the_same() -> None:
         "part",
         "order",
         "dtypes",
+        "values",
+        "as",
     }
     report = _found(SUBJECT, "files.reread", seed=2)
     assert all(finding.again.endswith("--seed 2") for finding in report.findings)
@@ -141,13 +163,96 @@ def test_the_smallest_case_is_told_and_a_search_without_findings_ends() -> None:
 
 
 def test_texts_of_cases_are_read_back() -> None:
-    for case in (Case(), Case((("layers", 3), ("heads", 2)), ("layers.1", "n.w"), "shuffled-4")):
+    sizes, part = (("layers", 3), ("heads", 2)), ("layers.1", "n.w")
+    kinds = [Case(values=values, held=held) for values in FILLS for held in HOLDS]
+    for case in (Case(), Case(sizes, part, "shuffled-4"), *kinds):
         assert Case.read(str(case)) == case
     smallest(states(), lambda s: [] if state_of_text(text_of_state(s)) == s else [s], seed=1,
              number=50)  # fmt: skip
-    for text in ("order=upside-down", "layers=many", "nothing"):
+    for text in ("order=upside-down", "layers=many", "nothing", "values=odd", "as=you-like"):
         with pytest.raises(ConfigError, match="copy it from the finding"):
             Case.read(text)
+
+
+@pytest.mark.parametrize(
+    ("specimen", "seed"),
+    [
+        pytest.param(
+            s, seed, marks=[] if (i + seed) % 5 == 0 else pytest.mark.slow, id=f"{s.name}-{seed}"
+        )
+        for i, s in enumerate(drawn.SPECIMENS)
+        for seed in range(1, 6)
+    ],
+)
+def test_each_specimen_is_found_whatever_the_seed(specimen: Specimen, seed: int) -> None:
+    findings = list(values_drawn.drawn(Lab(specimen.subject(), seed=seed)))
+    assert any(specimen.key in key for finding in findings for key in finding.keys)
+
+
+def test_every_run_has_each_kind_and_each_layer_alone_before_anything_is_drawn() -> None:
+    units = [*(f"layers.{n}" for n in range(5)), "norm.weight"]
+    found = list(listed(units, {"heads": (2, 4)}, 2, 64))
+    assert {case.values for case in found} == set(FILLS)
+    assert {case.held for case in found} == set(HOLDS)
+    alone = {case.part for case in found if len(case.part) == 1}
+    assert alone == {(unit,) for unit in units}
+    # A layer is converted once alone and a few times with others, however many there are.
+    assert sum(len(case.part) for case in found) == len(units) + 2 + 3 + 4
+
+
+@pytest.mark.parametrize("kind", FILLS)
+def test_values_keep_shapes_dtypes_and_what_a_tie_may_be_checked_with(kind: str) -> None:
+    dtypes = ("float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn")
+    leaves = {f"{d}{s}": Leaf(s, d) for d in dtypes for s in ((), (0, 3), (1,), (5, 4), (3, 2, 4))}
+    state = noise(leaves, 1)
+    out = filled(kind, state, {"float32(5, 4)"})
+    assert {k: leaf_of(v) for k, v in out.items()} == leaves
+    assert not out["float32(5, 4)"].isnan().any()
+    assert all(same_bits(v, noise(leaves, 1)[k]) for k, v in state.items())
+
+
+@pytest.mark.parametrize("kind", HOLDS)
+def test_tensors_held_otherwise_are_equal_and_held_as_said(kind: str) -> None:
+    dtypes = ("float32", "int64", "bool", "complex64", "float8_e4m3fn")
+    leaves = {f"{d}{s}": Leaf(s, d) for d in dtypes for s in ((), (0, 3), (5, 4), (3, 2, 4))}
+    state = {**noise(leaves, 1), "again": noise(leaves, 1)["float32(5, 4)"]}
+    out = HOLDS[kind].make(dict(state))
+    assert list(out) == list(state)
+    assert all(same_bits(v, state[k]) for k, v in out.items())
+    matrix = out["float32(5, 4)"]
+    held = {
+        "ordered": type(out) is OrderedDict and hasattr(out, "_metadata"),
+        "parameters": isinstance(matrix, torch.nn.Parameter) and matrix.requires_grad,
+        "frozen": isinstance(matrix, torch.nn.Parameter) and not matrix.requires_grad,
+        "transposed": matrix.stride() == (1, 5),
+        "offset": matrix.storage_offset() > 0 and not matrix.is_contiguous(),
+        "shared": matrix.data_ptr() == out["again"].data_ptr(),
+    }
+    assert [name for name, so in held.items() if so] == ([kind] if kind in held else [])
+
+
+def test_a_refused_tensor_is_named() -> None:
+    (finding,) = _found(VIEWS, "values.drawn").findings
+    assert finding.keys == ("layers.0.attn.wq.weight",)
+    assert "memory is read in its own order" in finding.cause
+
+
+def test_one_name_of_a_tied_pair_is_enough_where_both_are_one_tensor() -> None:
+    class OnceByPlace(TiedRight):
+        """Writes a head of its own memory, which every reader takes."""
+
+        def to_hf(self, state_dict: State) -> State:
+            out = super().to_hf(state_dict)
+            head, tok = state_dict.get("head.weight"), state_dict.get("tok.weight")
+            if head is not None and (
+                tok is None or head.is_meta or head.data_ptr() != tok.data_ptr()
+            ):
+                out[HEAD] = head
+            return out
+
+    subject = right.subject("once-by-place", OnceByPlace, **TIED)
+    report = check(subject, checks=["values.drawn"])
+    assert report.counts["pass"] == 1, report.text()
 
 
 @pytest.mark.parametrize(

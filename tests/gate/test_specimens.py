@@ -18,7 +18,7 @@ def test_the_named_check_catches_the_specimen_and_names_its_key(specimen: Specim
     assert cell.verdict == "fail", f"{cell.verdict}: {cell.reason}"
     assert named(specimen, cell), [f.keys for f in cell.findings]
     for finding in cell.findings:
-        assert finding.again.startswith("torchtitan-ckpt check ")
+        assert specimen.check in finding.again
         # What a person needs at 3 a.m.: which key, what was expected, what is there, why, what now.
         for part in ("what", "keys", "expected", "actual", "cause", "remedy"):
             assert getattr(finding, part), (part, finding)

@@ -21,13 +21,17 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 pytestmark = pytest.mark.needs_titan
 
 UNKNOWN = {"keys.unknown-refused", "keys.lora-refused"}
+DEEPSEEK = {"keys.half-group", "keys.index", "values.dtensor", "files.quantized"}
 FOUND: dict[str, set[str]] = {
     "titan:llama3/debugmodel": {*UNKNOWN, "reshard.convert"},
     "titan:qwen3/debugmodel": {*UNKNOWN, "purity.input-unchanged"},
     "titan:qwen3/debugmodel_moe": {*UNKNOWN, "keys.half-group", "values.dtensor"},
-    "titan:deepseek_v3/debugmodel": {"keys.half-group", "values.dtensor", "files.quantized"},
-    "titan:deepseek_v3/debugmodel?mtp=1": {"keys.half-group", "values.dtensor", "files.quantized"},
+    "titan:deepseek_v3/debugmodel": DEEPSEEK,
+    "titan:deepseek_v3/debugmodel?mtp=1": DEEPSEEK,
     "titan:kimi_k2_7/debugmodel": {"keys.half-group", "values.dtensor"},
+    "titan:muse_glimmer/debugmodel": UNKNOWN,
+    "titan:muse_glimmer/debugmodel_mm": UNKNOWN,
+    "titan:flux": {*UNKNOWN, "keys.index"},
     "titan:gpt_oss/debugmodel": {"keys.total", "keys.index", "files.quantized", *UNKNOWN},
 }
 
@@ -91,6 +95,27 @@ def test_scales_that_torchs_reader_does_not_know(model: str) -> None:
     )
     assert what[:2] == ("the quantized reader loads codes as weights",) * 2
     assert report.findings[2].actual == "1.953125"
+
+
+@pytest.mark.parametrize(
+    ("model", "number", "more"),
+    [
+        ("deepseek_v3/debugmodel", 162, ()),
+        ("deepseek_v3/debugmodel?mtp=1", 195, ("embed_tokens.weight", "shared_head.head.weight")),
+    ],
+)
+def test_the_map_keeps_what_published_files_hold_and_nothing_writes(
+    model: str, number: int, more: tuple[str, ...]
+) -> None:
+    (finding,) = check(f"titan:{model}", checks=["keys.index"]).findings
+    assert finding.what == f"fqn_to_index_mapping lists {number} keys that to_hf does not write"
+    others = [key for key in finding.keys if not key.endswith(".weight_scale_inv")]
+    assert tuple(key.split(".", 3)[3] for key in others) == more
+
+
+def test_the_map_of_flux_holds_text() -> None:
+    (finding,) = check("titan:flux/flux-debug", checks=["keys.index"]).findings
+    assert finding.what == "fqn_to_index_mapping gives the file numbers of 108 keys as text"
 
 
 def test_heads_that_the_shards_do_not_divide_are_refused_by_llama() -> None:
@@ -160,7 +185,7 @@ def test_an_adapter_of_six_layers_is_found_out_by_a_model_of_more() -> None:
 @pytest.mark.slow
 def test_a_model_of_671_billion_parameters_on_meta_tensors() -> None:
     report = check("titan:deepseek_v3/671B?mtp=1", level=1)
-    assert failed(report) == {"keys.half-group"}
+    assert failed(report) == {"keys.half-group", "keys.index"}
     values = check("titan:deepseek_v3/671B", checks=["values.provenance"])
     assert "values are checked on up to 48M" in values.cells[0].reason
     assert values.exit_code == 5

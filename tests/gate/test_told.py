@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank as join_files,
+)
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from conformance import Capabilities, Report, check
 from conformance.subject import numbers_of
 from tests.specimens import right
 from tests.specimens.edits import drop, edited, renumber, value
+from tests.specimens.packed import PacksExperts, packed
 from tests.specimens.right import Right, State
 from tests.specimens.specimen import BLIND, KEYED, TIED, TiedRight
 
@@ -147,8 +157,93 @@ def test_a_number_of_a_file_as_text_is_called_text() -> None:
 
     (finding,) = check(right.subject("text", AsText, **BLIND), checks=["keys.index"]).findings
     key = finding.keys[0]
-    assert (finding.expected, finding.actual) == (f"{key}: 1", f"{key}: '00001'")
-    assert finding.cause == "a file's number as str, not as int"
+    assert finding.what.startswith("fqn_to_index_mapping gives the file numbers of ")
+    assert finding.what.endswith(" keys as text")
+    assert (finding.expected, finding.actual) == (f"{key}: 12", f"{key}: '00012'")
+    assert finding.cause.endswith("joins the files of its ranks, and ends with a TypeError")
+
+
+def _joined(folder: Path, files: dict[str, Any]) -> None:
+    """A tensor of torch's writer, and its files joined, as torchtitan's save does both."""
+    sharded = str(folder / "sharded")
+    writer = HuggingFaceStorageWriter(sharded, fqn_to_index_mapping=files, save_distributed=True)
+    dcp.save({"w.weight": torch.ones(3, 5)}, storage_writer=writer, no_dist=True)
+    join_files(sharded, str(folder), fqn_to_index_mapping=files)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_said_of_wrong_maps_is_what_torch_makes_of_them(tmp_path: Path) -> None:
+    scale = "w.weight_scale_inv"
+    _joined(tmp_path, {"w.weight": 1, scale: 1})
+    with pytest.raises(SafetensorError, match="invalid JSON in header"):
+        safe_open(tmp_path / "model-00001-of-00001.safetensors", "pt")
+    with pytest.raises(TypeError):
+        _joined(tmp_path / "text", {"w.weight": "00001"})
+
+
+class Bare:
+    """A right adapter of the invented model, and nothing but two directions."""
+
+    def __init__(self, hf_assets_path: str | None = None) -> None:
+        self.to_hf, self.from_hf = Right().to_hf, Right().from_hf
+
+
+def test_only_an_adapter_that_is_made_on_a_folder_is_asked_for_what_trainers_ask() -> None:
+    asked = ["keys.index", "files.reader"]
+    report = check(right.subject("bare", Bare, **BLIND), checks=asked)
+    assert [f.actual for f in report.findings] == [
+        "no such attribute",
+        "no such attribute",
+        "AttributeError",
+    ]
+    alone = check(right.subject("alone", lambda: Bare(), **BLIND), checks=asked)
+    assert verdicts(alone) == {
+        "keys.index": "n/a the subject's adapter factory takes no hf_assets_path",
+        "files.reader": "n/a the adapter has no get_hf_storage_reader",
+    }
+
+
+class AsBlocks(PacksExperts):
+    """As torchtitan's: asks for the values under the name of their codes, and transposes none."""
+
+    def to_hf(self, state_dict: State) -> State:
+        return {f"{key}_blocks": value for key, value in super().to_hf(state_dict).items()}
+
+    def from_hf(self, hf_state_dict: State) -> State:
+        return super().from_hf({k.removesuffix("_blocks"): v for k, v in hf_state_dict.items()})
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        return self.quantized(path) if from_quantized else HuggingFaceStorageReader(path)
+
+    quantized: type = QuantizedHuggingFaceStorageReader
+
+
+class Whole(QuantizedHuggingFaceStorageReader):
+    """torch's, whose chunks are those of the codes, with chunks of the values."""
+
+    def read_metadata(self) -> Any:
+        metadata = super().read_metadata()
+        for entry in metadata.state_dict_metadata.values():
+            (codes,) = entry.chunks
+            entry.chunks = [replace(codes, sizes=entry.size)]
+        return metadata
+
+
+class AsWholeBlocks(AsBlocks):
+    quantized = Whole
+
+
+def test_experts_in_mxfp4_are_asked_for_by_their_own_name_or_by_that_of_their_blocks() -> None:
+    report = check(packed(), checks=["keys.*", "files.*"])
+    assert not report.findings, report.text()
+    assert check(packed(AsWholeBlocks), checks=["files.quantized"]).counts["pass"] == 1
+
+
+def test_torchs_reader_fills_as_many_columns_of_mxfp4_as_there_are_groups() -> None:
+    (finding,) = check(packed(AsBlocks), checks=["files.quantized"]).findings
+    assert finding.what.endswith("leaves a part of weights as it was where experts are in mxfp4")
+    assert (finding.coordinate, finding.actual) == ("[0, 0, 4]", "nan")
+    assert finding.cause.startswith("its metadata has other sizes than what it gives")
 
 
 def test_declared_extras_and_spellings_give_the_same_model() -> None:

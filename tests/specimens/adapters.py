@@ -5,7 +5,18 @@
 
 from __future__ import annotations
 
-from tests.specimens import calls, keys, numbers, pinned, purity, refused, shapes, unseen, values
+from tests.specimens import (
+    calls,
+    index,
+    keys,
+    numbers,
+    pinned,
+    purity,
+    refused,
+    shapes,
+    unseen,
+    values,
+)
 from tests.specimens.specimen import Specimen
 
 SPECIMENS: tuple[Specimen, ...] = (
@@ -16,7 +27,7 @@ SPECIMENS: tuple[Specimen, ...] = (
     *refused.accepted(),
     *refused.refused(),
     *numbers.numbers(),
-    *numbers.index(),
+    *index.index(),
     *shapes.shapes(),
     *shapes.dtypes(),
     *pinned.pinned(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def edited(
             given = before_export(dict(state_dict)) if before_export else state_dict
             out = super().to_hf(given)
             out = export(out) if export else out
-            if self.fqn_to_index_mapping is not None:
+            if self.listed:
                 self.fqn_to_index_mapping = {k: v for k, v in self.listed.items() if k in out}
             return out
 
@@ -47,6 +47,16 @@ def drop(pattern: str) -> Dicts:
 
 def rename(old: str, new: str) -> Dicts:
     return lambda state: {re.sub(old, new, k): v for k, v in state.items()}
+
+
+def renames(pattern: str, names: Mapping[str, str]) -> Dicts:
+    """Give what matches the other name of a pair, whether the pair is there or not."""
+    words = re.compile("|".join(names))
+
+    def one(key: str) -> str:
+        return words.sub(lambda m: names[m[0]], key) if re.search(pattern, key) else key
+
+    return lambda state: {one(k): v for k, v in state.items()}
 
 
 def value(pattern: str, change: Values) -> Dicts:

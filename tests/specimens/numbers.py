@@ -1,4 +1,4 @@
-"""Specimens of the chapter `keys`: numbers, parts of a model, and the map of files."""
+"""Specimens of the chapter `keys`: numbers, and parts of a model."""
 
 from __future__ import annotations
 
@@ -125,46 +125,4 @@ def numbers() -> list[Specimen]:
             BLIND,
         ),
         Specimen("head-made-up", "keys.partial", HEAD, MakesHead, "TIE-06", False, BLIND),
-    ]
-
-
-def index() -> list[Specimen]:
-    class Stale(Right):
-        def to_hf(self, state_dict: State) -> State:
-            out = super().to_hf(state_dict)
-            if self.fqn_to_index_mapping is not None:
-                self.fqn_to_index_mapping["mtp.0.head.weight"] = 3
-            return out
-
-    class Ignores(Right):
-        def __init__(self, hf_assets_path: str | None = None) -> None:
-            super().__init__(None)
-
-    class FromZero(Right):
-        def __init__(self, hf_assets_path: str | None = None) -> None:
-            super().__init__(hf_assets_path)
-            self.listed = {k: v - 1 for k, v in self.listed.items()}
-
-    class AsText(Right):
-        def __init__(self, hf_assets_path: str | None = None) -> None:
-            super().__init__(hf_assets_path)
-            self.listed = {k: f"{v:05}" for k, v in self.listed.items()}  # type: ignore[misc]
-
-    class Shorter(Right):
-        def __init__(self, hf_assets_path: str | None = None) -> None:
-            super().__init__(hf_assets_path)
-            self.listed.pop(HEAD, None)
-
-    class AllInOne(Right):
-        def __init__(self, hf_assets_path: str | None = None) -> None:
-            super().__init__(hf_assets_path)
-            self.listed = dict.fromkeys(self.listed, 1)
-
-    return [
-        Specimen("stale-index", "keys.index", "mtp.0.head.weight", Stale, "TIE-03", True, BLIND),
-        Specimen("index-ignored", "keys.index", "model.", Ignores, "HFS-05", False, BLIND),
-        Specimen("files-from-zero", "keys.index", "model.", FromZero, "HFS-04", False, BLIND),
-        Specimen("files-as-text", "keys.index", "00001", AsText, "HFS-04", False, BLIND),
-        Specimen("index-lacks-head", "keys.index", HEAD, Shorter, "HFS-03", False, BLIND),
-        Specimen("all-in-one-file", "keys.index", "model.", AllInOne, "HFS-04", False, BLIND),
     ]

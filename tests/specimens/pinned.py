@@ -11,13 +11,14 @@ from tests.specimens.edits import (
     back,
     edited,
     interleaved_to_stacked,
+    renames,
     renumber,
     stacked_to_interleaved,
     swap,
     value,
 )
 from tests.specimens.right import HEADS, KV, half, interleave
-from tests.specimens.specimen import Specimen
+from tests.specimens.specimen import BLIND, Specimen
 
 
 def pinned() -> list[Specimen]:
@@ -37,7 +38,38 @@ def pinned() -> list[Specimen]:
     gates = swap("gate_proj", "up_proj")
     ends = swap("lm_head", "model.embed_tokens")
     export, imports = "values.pinned-export", "values.pinned-import"
+    # Under each other's names in one layer, which is none of those that values are checked on.
+    elsewhere: dict[str, Any] = {"values_on": (0,)}
+    attention = r"layers\.4\.(?:self_)?attn\.[qk]_norm"
+    names = renames(attention, {"q_norm": "k_norm", "k_norm": "q_norm"})
     return [
+        Specimen(
+            "norms-of-another-layer",
+            export,
+            "4.self_attn.q_norm",
+            edited(names),
+            "NAM-01",
+            True,
+            elsewhere,
+        ),
+        Specimen(
+            "norms-of-another-layer-on-import",
+            imports,
+            "4.attn.q_norm",
+            edited(before_import=names),
+            "NAM-01",
+            True,
+            elsewhere,
+        ),
+        Specimen(
+            "norms-of-another-layer-seen-by-the-round-trip",
+            "values.native-round-trip",
+            "4.attn.q_norm",
+            edited(names),
+            "NAM-01",
+            True,
+            {**elsewhere, **BLIND},
+        ),
         Specimen("norms-swapped-on-export", export, "q_norm", edited(norms), "NAM-01"),
         Specimen(
             "norms-swapped-both-ways",

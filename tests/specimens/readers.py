@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from conformance import codec
+from tests.specimens.packed import PacksExperts, packed
 from tests.specimens.right import QuantizedReader, Right
 from tests.specimens.specimen import BLIND, Specimen
 
@@ -31,14 +32,14 @@ class PlainForQuantized(Right):
         return super().get_hf_storage_reader(path)
 
 
-def _after_reading(reader: Any, edit: Callable[[torch.Tensor], Any]) -> Any:
-    """The reader, and `edit` on each matrix that it has read."""
+def _after_reading(reader: Any, edit: Callable[[torch.Tensor], Any], name: str = "") -> Any:
+    """The reader, and `edit` on each matrix or stack of such a name that it has read."""
     read = reader.read_data
 
     def wrong(plan: Any, planner: Any) -> Any:
         done = read(plan, planner)
-        for value in planner.state_dict.values():
-            if isinstance(value, torch.Tensor) and value.dim() == 2:
+        for key, value in planner.state_dict.items():
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and name in key:
                 edit(value)
         return done
 
@@ -78,6 +79,44 @@ class ReversesRows(Right):
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
         reader = super().get_hf_storage_reader(path, from_quantized)
         return reader if from_quantized else _after_reading(reader, lambda w: w.copy_(w.flip(0)))
+
+
+class OfTheAssets(Right):
+    """Reads the folder that it was made on, plain files (`on[0]`) or quantized ones (`on[1]`)."""
+
+    on = (True, False)
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        wrong = self.on[from_quantized] and self.hf_assets_path
+        return super().get_hf_storage_reader(wrong or path, from_quantized)
+
+
+class QuantizedOfTheAssets(OfTheAssets):
+    on = (False, True)
+
+
+class OnNoFolder(Right):
+    def __init__(self, hf_assets_path: str | None = None) -> None:
+        super().__init__(hf_assets_path)
+        del self.hf_assets_path
+
+
+class ExpertsInDoubt(Right):
+    """The scales of experts are applied twice."""
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        return (
+            _after_reading(reader, lambda w: w.mul_(2), ".experts.") if from_quantized else reader
+        )
+
+
+class NegativeExperts(PacksExperts):
+    """The upper bit of a code is read as the sign of the others."""
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        reader = super().get_hf_storage_reader(path, from_quantized)
+        return _after_reading(reader, lambda w: w.neg_(), "gate_up") if from_quantized else reader
 
 
 def dequantizing(kind: type[QuantizedReader]) -> type:
@@ -181,6 +220,27 @@ SPECIMENS: tuple[Specimen, ...] = (
         "FP8-07",
         True,
         BLIND,
+    ),
+    Specimen("reader-of-the-assets", "files.reader", "model.", OfTheAssets, "", True, BLIND),
+    Specimen("says-no-folder", "files.reader", "model.", OnNoFolder, "", True, BLIND),
+    Specimen(
+        "quantized-reader-of-the-assets",
+        "files.quantized",
+        ".weight",
+        QuantizedOfTheAssets,
+        "",
+        True,
+        BLIND,
+    ),
+    Specimen(
+        "scales-of-experts-twice", "files.quantized", ".experts.", ExpertsInDoubt, "", True, BLIND
+    ),
+    Specimen(
+        "mxfp4-with-other-signs",
+        "files.quantized",
+        "gate_up_proj",
+        make=lambda: packed(NegativeExperts),
+        alone=True,
     ),
     _fp8("codes-without-scale-are-weights", TakesCodesWithoutScale, "FP8-03"),
     _fp8("exponents-are-factors", ExponentsAreFactors, "FP8-04"),

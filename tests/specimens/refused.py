@@ -199,6 +199,18 @@ def refused() -> list[Specimen]:
                     found.setdefault(index, torch.empty_like(first))
             return super().import_experts(experts)
 
+    def ones(key: str, beside: str) -> Any:
+        """A norm of ones where there is none beside another tensor."""
+        return lambda s: s if key in s or beside not in s else {**s, key: torch.ones(10)}
+
+    def middle(state: State) -> State:
+        """A missing expert in the middle is made of zeros."""
+        out = dict(state)
+        for key, found in state.items():
+            if "experts.0.down_proj" in key:
+                out.setdefault(key.replace("experts.0", "experts.6"), torch.zeros_like(found))
+        return out
+
     plain = {**BLIND, "capabilities": Capabilities()}
     return [
         Specimen(
@@ -234,6 +246,18 @@ def refused() -> list[Specimen]:
                 ("bias-skipped", "wq.bias", {"before_export": drop(r"wq\.bias$")}),
                 ("bias-skipped-on-import", "q_proj.bias", {"before_import": drop(r"proj\.bias$")}),
                 ("scales-skipped", "weight_scale_inv", {"before_import": drop("_scale_inv$")}),
+            )
+        ),
+        *(
+            Specimen(name, "keys.unknown-refused", key, edited(**edit), "STR-01", True, BLIND)
+            for name, key, edit in (
+                (
+                    "layer-beyond-skipped",
+                    "layers.12",
+                    {"before_export": drop(r"^layers\.(12|2.)\.")},
+                ),
+                ("layer-beyond-skipped-on-import", "layers.12", {"before_import": drop("ers.12.")}),
+                ("expert-beyond-skipped", "experts.12", {"before_import": drop("experts.12.")}),
             )
         ),
         # A probe among meta tensors would show nothing.
@@ -317,6 +341,24 @@ def refused() -> list[Specimen]:
             "FUS-09",
             False,
             BLIND,
+        ),
+        *(
+            Specimen(name, "keys.half-group", key, edited(**edit), "STR-01", alone, BLIND)
+            for name, key, edit, alone in (
+                (
+                    "missing-norm-made-up",
+                    "norm.weight",
+                    {"imports": ones("norm.weight", "head.weight")},
+                    True,
+                ),
+                (
+                    "missing-norm-made-up-on-export",
+                    "model.norm.weight",
+                    {"export": ones("model.norm.weight", "lm_head.weight")},
+                    False,
+                ),
+                ("missing-middle-expert-made-up", "moe.w2", {"before_import": middle}, True),
+            )
         ),
         Specimen(
             "missing-expert-uninitialised",

@@ -99,9 +99,10 @@ class Right:
 
     def __init__(self, hf_assets_path: str | None = None) -> None:
         self.fqn_to_index_mapping: dict[str, int] | None = None
+        self.hf_assets_path = hf_assets_path
         self.listed: dict[str, int] = {}
-        if hf_assets_path:
-            index = Path(hf_assets_path, "model.safetensors.index.json")
+        index = Path(hf_assets_path or "", "model.safetensors.index.json")
+        if hf_assets_path and index.exists():
             names = json.loads(index.read_text())["weight_map"]
             self.listed = {k: int(re.findall(r"\d+", v)[0]) for k, v in names.items()}
             self.fqn_to_index_mapping = dict(self.listed)
@@ -136,7 +137,7 @@ class Right:
             out[f"model.layers.{layer}.self_attn.qk.bias"] = torch.cat(
                 [parts["attn.bq"], parts["attn.bk"]]
             )
-        if self.fqn_to_index_mapping is not None:
+        if self.listed:
             self.fqn_to_index_mapping = {k: v for k, v in self.listed.items() if k in out}
         return out
 

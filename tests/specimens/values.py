@@ -13,8 +13,12 @@ from tests.specimens.edits import (
     value,
     via,
 )
-from tests.specimens.right import Right, State
+from tests.specimens.right import Right, State, is_plain
 from tests.specimens.specimen import BLIND, HEAD, TIED, Specimen, TiedRight
+
+
+def _cleaned(v: Any) -> Any:
+    return v.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def values() -> list[Specimen]:
@@ -158,7 +162,22 @@ def tied() -> list[Specimen]:
                 out["head.weight"] = torch.zeros_like(out["head.weight"])
             return out
 
+    class RefusesHead(TiedRight):
+        def from_hf(self, hf_state_dict: State) -> State:
+            if HEAD in hf_state_dict:
+                raise KeyError(f"no rule for {HEAD}")
+            return super().from_hf(hf_state_dict)
+
     return [
+        Specimen(
+            "tied-head-of-the-list-refused",
+            "values.tied",
+            HEAD,
+            RefusesHead,
+            "TIE-07",
+            True,
+            TIED | {"listed": True},
+        ),
         Specimen(
             "tied-head-not-filled", "keys.import", "head.weight", NotFilled, "TIE-04", True, TIED
         ),
@@ -175,21 +194,24 @@ def tied() -> list[Specimen]:
     ]
 
 
+class ThroughNumpy(Right):
+    """Values leave torch on the way, for what knows neither bfloat16 nor DTensors."""
+
+    def to_hf(self, state_dict: State) -> State:
+        out = super().to_hf(state_dict)
+        return {k: torch.from_numpy(v.detach().cpu().numpy().copy()) for k, v in out.items()}
+
+
 def flow() -> list[Specimen]:
-    class SkipsNan(Right):
-        """Takes a tensor that is not finite for one that was never initialised."""
+    class SkipsNan(TiedRight):
+        """Takes an embedding of NaN for one that was never initialised."""
 
         def to_hf(self, state_dict: State) -> State:
-            return super().to_hf(
-                {
-                    k: v
-                    for k, v in state_dict.items()
-                    if v.is_meta
-                    or isinstance(v, DTensor)
-                    or not v.is_floating_point()
-                    or not v.isnan().any()
-                }
-            )
+            tok = state_dict.get("tok.weight")
+            real = is_plain(tok) and not tok.is_meta
+            if real and bool(tok.isnan().all()):
+                state_dict = {k: v for k, v in state_dict.items() if k != "tok.weight"}
+            return super().to_hf(state_dict)
 
     class Placement(Right):
         def export_experts(self, prefix: str, part: str, value: Any) -> State:
@@ -227,7 +249,26 @@ def flow() -> list[Specimen]:
             )
 
     return [
-        Specimen("nan-taken-for-absent", "values.load", "model.", SkipsNan, "REF-02", True, BLIND),
+        Specimen(
+            "nan-cleaned-on-export",
+            "values.native-round-trip",
+            "norm.weight",
+            edited(before_export=value(r"^norm", _cleaned)),
+            "",
+            True,
+            BLIND,
+        ),
+        Specimen(
+            "nan-cleaned-on-import",
+            "values.native-round-trip",
+            "norm.weight",
+            edited(imports=value(r"^norm", _cleaned)),
+            "",
+            True,
+            BLIND,
+        ),
+        Specimen("nan-taken-for-absent", "values.load", "model.", SkipsNan, "REF-02", True, TIED),
+        Specimen("through-numpy", "values.dtensor", "tok.weight", ThroughNumpy, "", False, BLIND),
         Specimen("placement-keyword", "values.dtensor", "moe.w", Placement, "FUS-07", True, BLIND),
         Specimen(
             "replicate-has-no-axis", "values.dtensor", "moe.w", Axis, "GEO-03, GEO-04", False, BLIND

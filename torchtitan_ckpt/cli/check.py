@@ -5,7 +5,9 @@ Looks back at the package `conformance`, lazily: everything else of this project
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import os
 import sys
 from collections.abc import Iterator
@@ -46,8 +48,8 @@ class Args:
     example: str = ""
     """Only this case of a check that searches, as its finding printed it."""
     max_elements: int = 48_000_000
-    """Check values on at most this many elements: on all of a model of half as many, on some layers
-    of a larger one."""
+    """Check values on at most this many elements: on all of a model that has no more, and on some
+    layers of a larger one. What each tensor is made from is checked on all layers of both."""
     json: Path | None = None
     """Write the report as JSON; `-` prints it instead of the text."""
     junit: Path | None = None
@@ -73,7 +75,12 @@ def run(args: Args) -> int:
 
     subjects = args.subjects or main.NAMES
     reports = _reports(args)
-    with _progress() as progress:
+    as_json = args.json is not None and str(args.json) == "-"
+    # What a subject prints is no part of the report.
+    stdout = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # a stream without a file
+        faulthandler.enable()  # of a crash below Python, at least the place is known
+    with _progress() as progress, stdout:
         report = check(
             subjects,
             checks=args.check,
@@ -86,7 +93,6 @@ def run(args: Args) -> int:
             example=args.example,
             progress=progress,
         )
-    as_json = args.json is not None and str(args.json) == "-"
     parts = (main.proofs(report), report_text.render(report, verbose=args.verbose))
     text = "\n\n".join(part for part in parts if part)
     print(report_json.render(report) if as_json else text)
