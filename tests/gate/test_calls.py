@@ -12,8 +12,10 @@ import numpy
 import pytest
 import torch
 
-from conformance import Cell, check
+from conformance import check
+from conformance.checks._words import otherwise
 from conformance.settings import SETTINGS, Setting, put_back, seeded, under
+from conformance.verdict import Cell
 from tests.specimens import right
 from tests.specimens.edits import edited, value
 from tests.specimens.right import Right, State
@@ -161,3 +163,8 @@ def test_a_folder_that_an_adapter_cannot_be_built_on_is_told_once() -> None:
     assert report.cell("keys.index").verdict == "fail"
     assert report.cell("purity.assets").reason == "by keys.index"
     assert cell(Wants, "purity.assets").verdict == "blocked"
+
+
+def test_another_dtype_is_told_as_that() -> None:
+    one, two = {"a": torch.ones(2)}, {"a": torch.ones(2, dtype=torch.bfloat16)}
+    assert otherwise(one, two) == {"a": "dtype bfloat16"}
