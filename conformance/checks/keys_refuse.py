@@ -31,7 +31,7 @@ def unknown_refused(lab: Lab) -> Iterator[Finding | Told]:
             for found in (_relatives(lab, direction, leaves), _next(leaves))
         )
         yield from _probe(lab, direction, names | relatives, translated=relatives)
-        why = "there are fewer of them in the config, and the rest is skipped"
+        why = "the config has fewer of them: the rest is skipped, or lands on the name of another"
         for finding in _probe(lab, direction, beyond, translated=beyond, cause=why):
             # What waits for the rest of its stack, as half of one does.
             deep = all(len(numbers_of(key)) > 1 for key in finding.keys)

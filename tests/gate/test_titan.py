@@ -27,7 +27,7 @@ FOUND: dict[str, set[str]] = {
     "titan:qwen3/debugmodel": {*UNKNOWN, "purity.input-unchanged"},
     "titan:qwen3/debugmodel_moe": {*UNKNOWN, "keys.half-group", "values.dtensor"},
     "titan:deepseek_v3/debugmodel": DEEPSEEK,
-    "titan:deepseek_v3/debugmodel?mtp=1": DEEPSEEK,
+    "titan:deepseek_v3/debugmodel?mtp=1": {*DEEPSEEK, "keys.unknown-refused"},
     "titan:kimi_k2_7/debugmodel": {"keys.half-group", "values.dtensor"},
     "titan:muse_glimmer/debugmodel": UNKNOWN,
     "titan:muse_glimmer/debugmodel_mm": UNKNOWN,
