@@ -89,7 +89,7 @@ CONTRACT: tuple[Check, ...] = (
     Check("keys.also-reads", 1, "Declared older spellings are read as well."),
     Check("keys.unknown-refused", 1, "An unknown key raises or is handed on, never dropped."),
     Check("keys.lora-refused", 1, "LoRA keys raise or are handed on, never dropped."),
-    Check("keys.half-group", 1, "Half a stack or half a fused pair raises."),
+    Check("keys.half-group", 1, "Half a group raises, and what is missing is not made up."),
     Check("keys.high-numbers", 1, "Layers and experts keep their numeric order.", runs=_OUT),
     Check("keys.layers", 1, "All tensors of a layer go to the same layer.", runs=_OUT),
     Check("keys.partial", 1, "A part of the model in gives that part out."),
