@@ -83,7 +83,7 @@ def blank(leaves: Mapping[str, Leaf], device: str = "meta") -> State:
 
 
 def noise(leaves: Mapping[str, Leaf], seed: int, tied: Mapping[str, str] | None = None) -> State:
-    """Every bit pattern of numbers, with the values of `edges` in front.
+    """Every bit pattern of numbers, with the values of `edges` in front, some of them or all.
 
     An alias in `tied` holds the values of what it is tied to.
     """
@@ -136,7 +136,9 @@ def _noise(key: str, leaf: Leaf, seed: int) -> torch.Tensor:
         whole = raw.view(_INT_OF_SIZE[min(size, 8)]).view(leaf.numel, -1)
         whole.masked_fill_(wrong.unsqueeze(1), 0)
         if flat.is_floating_point() and size > 1:
-            flat[:EDGES] = edges(dtype)[: leaf.numel]
+            # Two elements of a small tensor are its own, and each key begins with another edge.
+            some = edges(dtype).roll(zlib.crc32(key.encode()) % EDGES)[: max(0, leaf.numel - 2)]
+            flat[: len(some)] = some
     return flat.reshape(leaf.shape)
 
 

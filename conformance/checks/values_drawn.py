@@ -32,7 +32,7 @@ def drawn(lab: Lab) -> Iterator[Finding]:
         return
     size = sum(leaf.numel for leaf in lab.value_native.values())
     number = max(4, min(_CASES, _ELEMENTS // max(1, size)))
-    units = bench.units if lab.may.partial else ()
+    units = bench.units if bench.divisible else ()
     known = list(listed(units, lab.subject.sizes, deals(lab), number // 2))
     found = first(known, bench.judge) or smallest(
         cases(units, lab.subject.sizes, deals(lab)),
@@ -63,6 +63,14 @@ class Bench:
     def units(self) -> list[str]:
         """Layers, as `layers.3`, and keys outside them, in the model's order."""
         return list(dict.fromkeys(map(_unit, self.lab.value_native)))
+
+    @property
+    def divisible(self) -> bool:
+        """Whether parts convert, and it is known what each file key is made from."""
+        sources = self.lab.export.sources
+        return bool(self.lab.may.partial) and all(
+            s or self.lab.hf_only(k) for k, s in sources.items()
+        )
 
     def judge(self, case: Case) -> list[Finding]:
         """What is wrong with a case; nothing where the adapter does as it should."""

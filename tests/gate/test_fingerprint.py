@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.compare import explain
-from conformance.fingerprint import EDGES, Positions, bits, noise, same_bits
+from conformance.fingerprint import EDGES, Positions, bits, edges, noise, same_bits
 from conformance.template import Leaf
 
 DTYPES = (
@@ -109,14 +109,24 @@ def test_bits_tell_zero_from_negative_zero_and_resolve_lazy_signs() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_noise_begins_with_what_a_clean_up_changes(dtype: str) -> None:
-    value = noise({"k": Leaf((3, 5), dtype)}, 5)["k"].reshape(-1)[:EDGES]
-    assert str(value[0].item()) == "-0.0"
-    assert value[1] > 0
-    assert value[1] / 2 == 0
-    assert value[2].isnan()
-    assert value[3:5].tolist() == [float("inf"), float("-inf")]
-    assert value[5] == torch.finfo(value.dtype).max
-    assert 0 < value[6] < torch.finfo(value.dtype).smallest_normal
+    value = noise({"k": Leaf((4, 5), dtype)}, 5)["k"].reshape(-1)[:EDGES]
+    found = edges(value.dtype)
+    assert torch.equal(bits(value).sort().values, bits(found).sort().values)
+    assert str(found[0].item()) == "-0.0"
+    assert found[1] > 0
+    assert found[1] / 2 == 0
+    assert found[2].isnan()
+    assert found[3:5].tolist() == [float("inf"), float("-inf")]
+    assert found[5] == torch.finfo(value.dtype).max
+    assert 0 < found[6] < torch.finfo(value.dtype).smallest_normal
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (6,), (9,)])
+def test_small_tensors_of_two_keys_differ(shape: tuple[int, ...]) -> None:
+    state = noise({f"layers.{n}.norm": Leaf(shape, "bfloat16") for n in range(40)}, 5)
+    assert len({tuple(bits(v).reshape(-1).tolist()) for v in state.values()}) == 40
+    if len(shape) and shape[0] > 2:
+        assert any(v.isnan().any() for v in state.values())
 
 
 def test_a_tie_holds_no_nan_so_that_it_may_be_checked_with_equal() -> None:
