@@ -51,13 +51,15 @@ class OneDict(Right):
 
 
 class FirstKeys(Right):
-    """What the first call is given decides what later calls write."""
+    """What the first call is given decides what later calls write, without an assets folder."""
 
     plan: frozenset[str] = frozenset()
 
     def to_hf(self, state_dict: State) -> State:
         super().to_hf(state_dict)
-        self.plan = self.plan or frozenset(state_dict)
+        self.plan = frozenset() if self.listed else self.plan or frozenset(state_dict)
+        if not self.plan:
+            return super().to_hf(state_dict)
         return super().to_hf({k: v for k, v in state_dict.items() if k in self.plan})
 
 

@@ -44,9 +44,10 @@ class BiasOfOnes(Right):
 
     def from_hf(self, hf_state_dict: State) -> State:
         out = super().from_hf(hf_state_dict)
-        sparse = [key for key in out if key.endswith("moe.w2")]
         return out | {
-            key.replace("w2", "bias"): torch.full((len(out[key]),), self.fill) for key in sparse
+            key.replace("w2", "bias"): torch.full((len(w2),), self.fill, dtype=w2.dtype)
+            for key, w2 in out.items()
+            if key.endswith("moe.w2")
         }
 
 
