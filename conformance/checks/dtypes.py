@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from conformance.checks._words import by_words, count
-from conformance.lab import Lab
+from conformance.lab import AdapterRaised, Lab
 from conformance.subject import matches, template_of
 from conformance.template import Leaf
 from conformance.verdict import Finding
@@ -16,24 +16,41 @@ def policy(lab: Lab) -> Iterator[Finding]:
     """Dtypes out are dtypes in: the model's own, all in bf16, and several in one model."""
     seen: set[str] = set()
     for name, native in _variants(lab):
-        own = native is lab.native
-        out = lab.export if own else lab.trace("to_hf", native)
-        wrong: dict[str, tuple[str, str]] = {}
-        for key, leaf in out.leaves.items():
-            kinds = {native[s].dtype for s in out.sources[key] if s in native}
-            want = _declared(lab, key) or (next(iter(kinds)) if len(kinds) == 1 else None)
-            if want and leaf.dtype != want and not lab.lossy(key):
-                wrong[key] = (want, leaf.dtype)
-        yield from _findings("to_hf", name, wrong, seen)
-        back = lab.imported if own else lab.trace("from_hf", out.leaves)
-        wrong = {}
-        for key, leaf in back.leaves.items():
-            kinds = {out.leaves[s].dtype for s in back.sources[key] if s in out.leaves}
-            if key not in native or not kinds or lab.lossy(key):
-                continue
-            if leaf.dtype != native[key].dtype and leaf.dtype not in kinds:
-                wrong[key] = (" or ".join(sorted({native[key].dtype, *kinds})), leaf.dtype)
-        yield from _findings("from_hf", name, wrong, seen)
+        try:
+            yield from _variant(lab, name, native, seen)
+        except AdapterRaised as error:
+            if native is lab.native:
+                raise
+            yield Finding(
+                what=f"{error.direction} refuses {name}",
+                keys=tuple(key for key in native if key in str(error))[:1] or tuple(native)[:1],
+                expected="each tensor converted in the dtype that it has",
+                actual=str(error),
+                cause="a dtype is refused, or tensors of several dtypes in one model",
+                remedy="move tensors whatever their dtype is, or expect this with a reason",
+            )
+            return
+
+
+def _variant(lab: Lab, name: str, native: Mapping[str, Leaf], seen: set[str]) -> Iterator[Finding]:
+    own = native is lab.native
+    out = lab.export if own else lab.trace("to_hf", native)
+    wrong: dict[str, tuple[str, str]] = {}
+    for key, leaf in out.leaves.items():
+        kinds = {native[s].dtype for s in out.sources[key] if s in native}
+        want = _declared(lab, key) or (next(iter(kinds)) if len(kinds) == 1 else None)
+        if want and leaf.dtype != want and not lab.lossy(key):
+            wrong[key] = (want, leaf.dtype)
+    yield from _findings("to_hf", name, wrong, seen)
+    back = lab.imported if own else lab.trace("from_hf", out.leaves)
+    wrong = {}
+    for key, leaf in back.leaves.items():
+        kinds = {out.leaves[s].dtype for s in back.sources[key] if s in out.leaves}
+        if key not in native or not kinds or lab.lossy(key):
+            continue
+        if leaf.dtype != native[key].dtype and leaf.dtype not in kinds:
+            wrong[key] = (" or ".join(sorted({native[key].dtype, *kinds})), leaf.dtype)
+    yield from _findings("from_hf", name, wrong, seen)
 
 
 _DEALT = ("bfloat16", "float32", "float16")

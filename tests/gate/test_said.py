@@ -157,6 +157,19 @@ def test_a_drawn_case_gives_the_cause_that_it_shows() -> None:
     assert causes == {"the conversion depends on the dtype"}, report.text()
 
 
+class NoHalf(Right):
+    def to_hf(self, state_dict: State) -> State:
+        if odd := [k for k, v in state_dict.items() if v.dtype == torch.float16]:
+            raise TypeError(f"{odd[0]}: float16 is not trained with here")
+        return super().to_hf(state_dict)
+
+
+def test_a_dtype_that_is_refused_is_told_with_what_was_given() -> None:
+    (finding,) = said(NoHalf, "dtypes.policy").findings
+    assert finding.what == "to_hf refuses a model of several dtypes"
+    assert finding.keys[0] in finding.actual
+
+
 def test_the_index_of_a_tied_model_is_not_given_native_names() -> None:
     """Files hold no `head.weight`; without a list, the head that published indexes list."""
 
