@@ -68,7 +68,7 @@ def run(args: Args) -> int:
         from conformance import ascend_sim
 
         return ascend_sim.again("torchtitan_ckpt", ["check", *_words(args)], "--device")
-    # torch reads it when it first allocates: large models take a sixth less time, page faults.
+    # Large pages, when torch first allocates: a sixth less time for large models.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from conformance import report_github, report_json, report_text
     from conformance.contract import VERSION
