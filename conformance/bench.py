@@ -13,6 +13,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from conformance import declared
 from conformance.contract import BY_ID, RUNS, Check, known
@@ -222,14 +223,14 @@ class Bench:
         """What repeats a finding: a command, or a call where none can name the subject."""
         label = self.lab.device.label.replace("npu-simulated", "npu-sim")
         degrees = [getattr(d, "label", str(d)) for d in self.subject.degrees]
-        options = {
-            "example": example,
-            "seed": "" if self.lab.seed == SEED else self.lab.seed,
-            "max_elements": "" if self.lab.max_elements == MAX_ELEMENTS else self.lab.max_elements,
-            "device": "" if label == "cpu" else label,
-            "degrees": degrees if clause.chapter in ("reshard", "seed") else (),
-        }
-        given = {name: value for name, value in options.items() if value}
+        options: tuple[tuple[str, Any, Any], ...] = (
+            ("example", example, ""),
+            ("seed", self.lab.seed, SEED),
+            ("max_elements", self.lab.max_elements, MAX_ELEMENTS),
+            ("device", label, "cpu"),
+            ("degrees", degrees if clause.chapter in ("reshard", "seed") else [], []),
+        )
+        given = {name: value for name, value, usual in options if value != usual}
         if not self.called:
             words = "".join(f", {name}={value!r}" for name, value in given.items())
             return f"check(subject, checks=[{clause.id!r}]{words})  # of {self.subject.name!r}"

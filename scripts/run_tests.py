@@ -83,7 +83,10 @@ def run(name: str, command: list[str], budget: float, slack: float = SLACK) -> R
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", help="run only this chapter (repeatable)")
+    names = [*(chapter.name for chapter in CHAPTERS), "npu-sim"]
+    parser.add_argument(
+        "--only", action="append", choices=names, help="run only this chapter (repeatable)"
+    )
     parser.add_argument("--slow", action="store_true", help="run the long mode too")
     parser.add_argument("pytest_args", nargs="*", help="handed to pytest")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.jobs import STATES, Job
+from conformance.jobs import STATES
 from conformance.lab import Lab, NotApplicable
 from conformance.managed import differences, opened, start
 from conformance.verdict import Finding
@@ -54,7 +54,8 @@ def _train_and_load(manager: Any, folder: str) -> list[Finding]:
     with ExitStack() as stack:
         running = []
         for member in MEMBERS:
-            job = _of(member, start())
+            job = start()
+            job.position += member.ahead
             managed = opened(manager, job, folder, replica=member, interval=FULL)
             running.append((job, stack.enter_context(managed)))
         for step in range(1, LAST + 1):
@@ -79,8 +80,3 @@ def _loaded(manager: Any, folder: str, member: Member) -> list[Finding]:
         cause="the newest record was taken, whatever step the full checkpoint has",
         remedy="seek a replica's record at the step that the full checkpoint has",
     )
-
-
-def _of(member: Member, job: Job) -> Job:
-    job.position += member.ahead
-    return job

@@ -331,6 +331,8 @@ def test_a_subject_that_no_command_can_name_is_checked_again_by_a_call() -> None
     assert (
         report.findings[0].again == "check(subject, checks=['keys.total'], seed=3)  # of 'in here'"
     )
+    report = check(right.subject("zero", DROPS, **BLIND), checks=["keys.total"], seed=0)
+    assert "seed=0" in report.findings[0].again
     shipped = replace(resolve("llama3"), adapter=DROPS)
     report = check(shipped, checks=["keys.leaves"])
     assert report.findings[0].again == "torchtitan-ckpt check llama3 --check keys.leaves"
